@@ -1,20 +1,13 @@
 #include "shared_ranks.h"
 
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <linux/futex.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <map>
-#include <mutex>
 #include <sstream>
 #include <thread>
 
@@ -46,63 +39,6 @@ void pause_briefly() {
   asm volatile("yield");
 #endif
 }
-
-// When a process started, in clock ticks since boot; 0 if there is none, or only its exit code. Together with the id
-// it names a process for good.
-uint64_t start_of(int64_t process) {
-  std::ifstream file(c10::str("/proc/", process, "/stat"));
-  std::string text((std::istreambuf_iterator<char>(file)), {});
-  const auto name_end = text.rfind(')');  // the name may hold anything
-  if (name_end == std::string::npos) return 0;
-  std::istringstream fields(text.substr(name_end + 1));
-  std::string field;
-  fields >> field;
-  if (field == "Z" || field == "X" || field == "x") return 0;
-  for (int i = 4; i < 22; ++i) fields >> field;
-  uint64_t started = 0;
-  fields >> started;
-  return started;
-}
-
-// Name of what can share memory: a boot of a kernel, and the process ids seen there.
-std::string machine() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat ids{};
-  TORCH_CHECK(!boot.empty() && ::stat("/proc/self/ns/pid", &ids) == 0,
-              "staged: /proc is not mounted here, by which ranks find one another; mount it, or use gloo");
-  return c10::str(boot, "-", ids.st_ino);
-}
-
-// Memory opened by this process. Ranks that are threads of one process use the same addresses, so that a race between
-// them is seen by ThreadSanitizer.
-std::shared_ptr<std::byte> map(int file, int64_t bytes, uint64_t inode) {
-  static std::mutex mutex;
-  static std::map<uint64_t, std::weak_ptr<std::byte>> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (auto it = known.begin(); it != known.end();)
-    it = it->second.expired() ? known.erase(it) : std::next(it);
-  if (auto found = known[inode].lock()) return found;
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "staged: mapping ", bytes,
-              " bytes of shared memory failed: ", std::strerror(errno));
-  madvise(memory, bytes, MADV_DONTFORK);  // a child that was forked must not keep it
-  std::shared_ptr<std::byte> held(static_cast<std::byte*>(memory),
-                                  [bytes](std::byte* start) { munmap(start, bytes); });
-  known[inode] = held;
-  return held;
-}
-
-struct File {
-  ~File() {
-    if (number >= 0) close(number);
-  }
-  uint64_t inode() const {
-    struct stat about{};
-    return fstat(number, &about) == 0 ? about.st_ino : 0;
-  }
-  int number = -1;
-};
 
 std::vector<uint8_t> bytes_of_text(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -143,7 +79,7 @@ struct SharedRanks::Control {
 };
 
 struct SharedRanks::Board {
-  alignas(64) std::atomic<uint32_t> arrived_at, left;
+  alignas(64) std::atomic<uint32_t> arrived_at, left, reads_others;
   alignas(64) Bell mail;
 };
 
@@ -177,77 +113,140 @@ void SharedRanks::lay_out() {
   slot_bytes_ = std::clamp(kSlots / (2 * size_ + 2) & ~int64_t{65535}, kLeastSlot, kMostSlot);
   int64_t at = round_up(sizeof(Control), 64);
   boards_at_ = at, at += size_ * static_cast<int64_t>(sizeof(Board));
-  description_stride_ = round_up(static_cast<int64_t>(sizeof(Description)) + 16 * size_, 64);
+  description_stride_ = round_up(static_cast<int64_t>(sizeof(Description)) + 24 * size_, 64);
   descriptions_at_ = at, at += 2 * size_ * description_stride_;
   channels_at_ = at = round_up(at, 4096), at += size_ * size_ * static_cast<int64_t>(sizeof(Channel));
   slots_at_ = at = round_up(at, 4096), at += 2 * (size_ + 1) * slot_bytes_;
   bytes_ = at;
 }
 
-void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
-  File file;
-  const auto key_of = [](int rank) { return c10::str("staged/", rank); };
-  if (rank_ == 0) {
-    constexpr unsigned kCloseOnExec = 1, kSealable = 2, kNeverRun = 8;  // the last from Linux 6.3 on
-    const auto create = [](unsigned flags) {
-      return static_cast<int>(syscall(SYS_memfd_create, "oases-staged", kCloseOnExec | kSealable | flags));
-    };
-    file.number = create(kNeverRun);
-    if (file.number < 0 && errno == EINVAL) file.number = create(0);
-    TORCH_CHECK(file.number >= 0, "staged: memfd_create failed: ", std::strerror(errno));
-    // Sealed: memory that shrinks under its readers would kill them.
-    TORCH_CHECK(fchmod(file.number, 0600) == 0 && ftruncate(file.number, bytes_) == 0 &&
-                    fcntl(file.number, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0,
-                "staged: ", bytes_, " bytes of shared memory are not available: ", std::strerror(errno));
+// Ranks that come together through the store. A rank that gives up says so there.
+struct SharedRanks::Join {
+  Join(SharedRanks& ranks, const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout)
+      : ranks(ranks), store(store), patience("init_process_group", timeout), words(ranks.size_) {
+    ranks.processes_.resize(ranks.size_);
   }
-  const std::string own_machine = machine();
-  store->set(key_of(rank_), bytes_of_text(c10::str(own_machine, " ", getpid(), " ", start_of(getpid()), " ",
-                                                   file.number, " ", file.inode())));
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size_; ++rank) keys.push_back(key_of(rank));
-  store->wait(keys, timeout);
-  int number = -1;
-  uint64_t inode = 0;
-  for (int rank = 0; rank < size_; ++rank) {
-    const auto text = store->get(key_of(rank));
-    std::istringstream fields(std::string(text.begin(), text.end()));
+  static std::string key_of(int rank) { return c10::str("staged/", rank); }
+  std::string missing() const {
+    std::string found;
+    for (int rank = 0; rank < ranks.size_; ++rank)
+      if (!known(rank)) found += c10::str(found.empty() ? "rank " : ", ", rank);
+    return found;
+  }
+  bool known(int rank) const { return ranks.processes_[rank].id != 0; }
+
+  // Raises DistBackendError where a rank has ended or given up.
+  void look() {
+    if (store->check({kGivenUp})) fail(text_of(kGivenUp));
+    for (int rank = 0; rank < ranks.size_; ++rank)
+      if (known(rank) && !ranks.processes_[rank].alive())
+        give_up(c10::str("rank ", rank, " (process ", ranks.processes_[rank].id, ") has ended"));
+  }
+
+  // Waits for the keys of all ranks.
+  void find_all(const std::string& own_machine) {
+    for (milliseconds pause{1};; pause = std::min(2 * pause, kLook)) {
+      for (int rank = 0; rank < ranks.size_; ++rank)
+        if (!known(rank) && store->check({key_of(rank)})) take(rank, own_machine);
+      look();
+      if (missing().empty()) return;
+      if (patience.over())
+        give_up(c10::str("timed out after ", patience.timeout.count(), " ms waiting for ", missing(),
+                         " to join"));
+      std::this_thread::sleep_for(pause);
+    }
+  }
+
+  [[noreturn]] void give_up(const std::string& why) {
+    store->set(kGivenUp, bytes_of_text("staged: " + why));
+    fail("staged: " + why);
+  }
+
+  static constexpr const char* kGivenUp = "staged/given up";
+  SharedRanks& ranks;
+  c10::intrusive_ptr<c10d::Store> store;
+  Patience patience;
+  int file_number = -1;
+  uint64_t file_inode = 0;
+  std::vector<uint64_t> words;  // addresses of a word of each rank, which holds its process's start
+
+ private:
+  [[noreturn]] static void fail(const std::string& why) {
+    TORCH_CHECK_WITH(DistBackendError, false, why);
+    std::abort();  // not reached
+  }
+  std::string text_of(const std::string& key) const {
+    const auto bytes = store->get(key);
+    return {bytes.begin(), bytes.end()};
+  }
+  void take(int rank, const std::string& own_machine) {
+    std::istringstream fields(text_of(key_of(rank)));
     std::string on;
-    Process process{};
-    int file_number = -1;
-    uint64_t file_inode = 0;
-    fields >> on >> process.id >> process.started >> file_number >> file_inode;
-    if (rank == 0) number = file_number, inode = file_inode;
-    processes_.push_back(process);
+    Process process;
+    int number = -1;
+    uint64_t inode = 0;
+    fields >> on >> process.id >> process.started >> number >> inode >> words[rank];
     TORCH_CHECK_VALUE(on == own_machine, "staged joins ranks of one machine, but rank ", rank,
-                      " is on another one than rank ", rank_,
+                      " is on another one than rank ", ranks.rank_,
                       ", or in another container; use gloo between machines");
+    if (rank == 0) file_number = number, file_inode = inode;
+    ranks.processes_[rank] = process;
   }
-  if (rank_ != 0) {
-    const std::string path = c10::str("/proc/", processes_[0].id, "/fd/", number);
-    file.number = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    TORCH_CHECK_WITH(DistBackendError, file.number >= 0 && file.inode() == inode, "staged: rank ", rank_,
-                     " cannot open the memory of rank 0, ", path, ": ",
-                     file.number < 0 ? std::strerror(errno) : "it is another file",
-                     "; rank 0 has ended, or belongs to another user");
-  }
-  memory_ = map(file.number, bytes_, inode);
-  // Then nobody needs the file any more.
-  const Patience patience("init_process_group", timeout);
+};
+
+void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
+  Join join(*this, store, timeout);
+  SharedFile file;
+  if (rank_ == 0) file = SharedFile::create(bytes_);
+  const std::string own_machine = machine();
+  const Process own = Process::own();
+  const uint64_t word = own.started;
+  store->set(Join::key_of(rank_),
+             bytes_of_text(c10::str(own_machine, " ", own.id, " ", own.started, " ", file.number(), " ",
+                                    file.inode(), " ", reinterpret_cast<uintptr_t>(&word))));
+  join.find_all(own_machine);
+  if (rank_ != 0) file = SharedFile::open(processes_[0], join.file_number, join.file_inode);
+  memory_ = file.map(bytes_);
+  if (rank_ != 0) file.close();
+  board(rank_).reads_others.store(may_read_others(join),
+                                  std::memory_order_relaxed);  // seen by who sees `attached`
   control().attached.ring();
   Bell& awaited = rank_ == 0 ? control().attached : control().ready;
   const uint32_t until = rank_ == 0 ? size_ : 1;
   for (uint32_t seen; (seen = awaited.value()) != until;) {
     awaited.wait(seen, kLook, 0);
-    check_whole();
-    for (int rank = 0; rank < size_; ++rank)
-      if (const auto why = gone(rank); !why.empty() && awaited.value() != until) give_up("staged: " + why);
-    if (patience.over() && awaited.value() != until)
-      give_up(c10::str("staged: timed out after ", timeout.count(), " ms waiting for all ranks to join"));
+    if (awaited.value() == until) break;
+    join.look();
+    if (join.patience.over())
+      join.give_up(c10::str("timed out after ", timeout.count(), " ms waiting for all ranks to join"));
   }
   if (rank_ == 0) {
-    for (const auto& key : keys) store->deleteKey(key);  // a group of the same name may follow
+    for (int rank = 0; rank < size_; ++rank)
+      store->deleteKey(Join::key_of(rank));  // a group of the same name may follow
     control().ready.set(1);
   }
+  read_others_ = true;
+  for (int rank = 0; rank < size_; ++rank)
+    read_others_ &= board(rank).reads_others.load(std::memory_order_relaxed) != 0;
+}
+
+bool SharedRanks::may_read_others(const Join& join) const {
+  for (int rank = 0; rank < size_; ++rank) {
+    uint64_t word = 0;
+    const std::string why =
+        read_memory(processes_[rank], join.words[rank], reinterpret_cast<std::byte*>(&word), sizeof word);
+    if (!why.empty() || word != processes_[rank].started) return false;
+  }
+  return true;
+}
+
+void SharedRanks::read(int rank, int64_t address, std::byte* to, int64_t bytes, const Patience& patience) {
+  std::string why = read_memory(processes_[rank], static_cast<uint64_t>(address), to, bytes);
+  if (why.empty()) return;
+  const std::string lost = gone(rank);
+  give_up(c10::str(
+      patience.operation, ": ",
+      lost.empty() ? c10::str("rank ", rank_, " cannot read the memory of rank ", rank, ": ", why) : lost));
 }
 
 SharedRanks::Control& SharedRanks::control() const { return *reinterpret_cast<Control*>(memory_.get()); }
@@ -302,7 +301,7 @@ void SharedRanks::meet(const Patience& patience) {
 std::string SharedRanks::gone(int rank) const {
   if (board(rank).left.load(std::memory_order_seq_cst)) return c10::str("rank ", rank, " has left the group");
   const Process& process = processes_[rank];
-  if (start_of(process.id) == process.started) return "";
+  if (process.alive()) return "";
   return c10::str("rank ", rank, " (process ", process.id, ") has ended");
 }
 

@@ -6,6 +6,8 @@
 // are enough, and nobody overwrites what is still read.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,6 +16,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "shared_memory.h"
 
 namespace oases {
 
@@ -44,15 +48,16 @@ struct Patience {
   std::chrono::steady_clock::time_point end;
 };
 
-// What a rank is about to do, for the others to compare; followed by bytes sent to and received from each rank.
+// What a rank is about to do, for the others to compare; followed by bytes sent to and received from each rank, and the
+// addresses of what is sent. left: collectives that follow in the same call.
 struct Description {
   int32_t collective, type, reduce, root;
-  int64_t bytes;
+  int64_t bytes, left = 0;
 };
 
 class SharedRanks {
  public:
-  // Collective; raises DistBackendError where ranks are on several machines or one is missing.
+  // Collective; raises ValueError where ranks are on several machines, DistBackendError where one ends or is missing.
   SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               std::chrono::milliseconds timeout);
   // The other ranks' waits for this one end.
@@ -74,6 +79,11 @@ class SharedRanks {
   Description* description(int rank, uint32_t turn) const;
   int64_t* counts(int rank, uint32_t turn) const;
 
+  // Whether every rank may read every other one's memory, which the kernel decides (ptrace); the same on all ranks.
+  bool read_others() const { return read_others_; }
+  // Copies memory of a rank that waits meanwhile. Raises DistBackendError where that fails.
+  void read(int rank, int64_t address, std::byte* to, int64_t bytes, const Patience& patience);
+
   // Messages from one rank to another.
   std::byte* channel(int from, int to) const;
   Bell& mail_bell(int rank) const;
@@ -88,12 +98,10 @@ class SharedRanks {
  private:
   struct Control;
   struct Board;
-  struct Process {
-    int64_t id;
-    uint64_t started;
-  };
+  struct Join;
   void lay_out();
   void open(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout);
+  bool may_read_others(const Join& join) const;
   // Breaks the group and raises the reason.
   [[noreturn]] void give_up(const std::string& reason);
   Control& control() const;
@@ -106,6 +114,7 @@ class SharedRanks {
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
   int64_t slots_at_ = 0, bytes_ = 0;
   uint32_t step_ = 0;
+  bool read_others_ = false;
   std::vector<Process> processes_;
   std::shared_ptr<std::byte> memory_;
 };
@@ -113,6 +122,7 @@ class SharedRanks {
 // A channel: messages in frames.
 struct Frame {
   int64_t tag, total, bytes;
+  at::ScalarType type;
 };
 struct Channel {
   static constexpr uint32_t kFrames = 4;

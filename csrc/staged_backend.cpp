@@ -39,7 +39,16 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
   auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
   const auto job = [run = std::move(run), name, timeout = timeout_or_default(how.timeout), this] {
     ranks_->check_whole();
-    run(Patience(name, timeout));
+    const Patience patience(name, timeout);
+    const uint32_t turn = collectives_.turn();
+    try {
+      run(patience);
+    } catch (const std::exception& error) {
+      if (collectives_.turn() != turn) throw;
+      // The other ranks join: left out, this call would pair their next one with this rank's.
+      const auto* const known = dynamic_cast<const c10::Error*>(&error);
+      collectives_.refuse(known ? known->what_without_backtrace() : error.what(), patience);
+    }
   };
   std::unique_lock<std::mutex> lock(mutex_);
   if (how.async || busy_ || !queue_.empty()) {
@@ -88,161 +97,142 @@ void StagedBackend::serve() {
   }
 }
 
-void StagedBackend::check_root(const char* name, int64_t root, int64_t tensors) const {
+void StagedBackend::check_root(const char* name, int64_t root) const {
   TORCH_CHECK_VALUE(root >= 0 && root < getSize(), name, ": no rank ", root, " in a group of ", getSize());
-  const int64_t wanted = root == getRank() ? getSize() : 0;
-  TORCH_CHECK_VALUE(tensors == wanted, name, ": rank ", getRank(), " gives ", tensors,
-                    " tensors for the ranks, not ", wanted, ", with root ", root);
 }
 
 StagedBackend::Work StagedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  check_one("broadcast", tensors.size());
-  check_dense("broadcast", tensors.front());
-  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < getSize(), "broadcast: no rank ",
-                    options.rootRank, " in a group of ", getSize());
   return enqueue(c10d::OpType::BROADCAST, "broadcast", How(options), tensors,
-                 [this, tensor = tensors.front(), root = options.rootRank](const Patience& patience) {
-                   collectives_.broadcast(data_of(tensor), size_of(tensor), tensor.scalar_type(),
+                 [this, tensors, root = options.rootRank](const Patience& patience) {
+                   check_one("broadcast", tensors.size());
+                   check_dense("broadcast", tensors[0]);
+                   check_root("broadcast", root);
+                   collectives_.broadcast(data_of(tensors[0]), size_of(tensors[0]), tensors[0].scalar_type(),
                                           static_cast<int>(root), patience);
                  });
 }
 
+void StagedBackend::reduce_all(const char* name, const Tensors& tensors, ReduceType reduce, int64_t root,
+                               const Patience& patience) {
+  for (const auto& tensor : tensors) {
+    check_dense(name, tensor);
+    check_reduction(name, tensor.scalar_type(), reduce);
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    collectives_.followed_by(static_cast<int64_t>(tensors.size() - 1 - i));
+    collectives_.all_reduce(data_of(tensors[i]), tensors[i].numel(), tensors[i].scalar_type(), reduce,
+                            static_cast<int>(root), patience);
+  }
+}
+
 StagedBackend::Work StagedBackend::allreduce_coalesced(Tensors& tensors,
                                                        const c10d::AllreduceCoalescedOptions& options) {
-  const ReduceType reduce = options.reduceOp;
-  for (const auto& tensor : tensors) {
-    check_dense("all_reduce", tensor);
-    check_reduction("all_reduce", tensor.scalar_type(), reduce);
-  }
   return enqueue(c10d::OpType::ALLREDUCE, "all_reduce", How(options), tensors,
-                 [this, tensors, reduce](const Patience& patience) {
-                   for (const auto& tensor : tensors)
-                     collectives_.all_reduce(data_of(tensor), tensor.numel(), tensor.scalar_type(), reduce,
-                                             -1, patience);
+                 [this, tensors, reduce = options.reduceOp](const Patience& patience) {
+                   reduce_all("all_reduce", tensors, reduce, -1, patience);
                  });
 }
 
 StagedBackend::Work StagedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  check_one("all_reduce", tensors.size());
   return allreduce_coalesced(tensors, {options});
 }
 
 StagedBackend::Work StagedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  check_one("reduce", tensors.size());
-  const ReduceType reduce = options.reduceOp;
-  check_dense("reduce", tensors.front());
-  check_reduction("reduce", tensors.front().scalar_type(), reduce);
-  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < getSize(), "reduce: no rank ",
-                    options.rootRank, " in a group of ", getSize());
-  return enqueue(c10d::OpType::REDUCE, "reduce", How(options), tensors,
-                 [this, tensor = tensors.front(), reduce, root = options.rootRank](const Patience& patience) {
-                   collectives_.all_reduce(data_of(tensor), tensor.numel(), tensor.scalar_type(), reduce,
-                                           static_cast<int>(root), patience);
-                 });
+  return enqueue(
+      c10d::OpType::REDUCE, "reduce", How(options), tensors,
+      [this, tensors, reduce = options.reduceOp, root = options.rootRank](const Patience& patience) {
+        check_one("reduce", tensors.size());
+        check_root("reduce", root);
+        reduce_all("reduce", tensors, reduce, root, patience);
+      });
+}
+
+void StagedBackend::gather_tensors(const char* name, const Tensors& targets, const Tensors& inputs, int root,
+                                   const Patience& patience) {
+  check_one(name, inputs.size());
+  check_on_cpu(name, inputs[0]);
+  for (const auto& target : targets) check_alike(name, target, inputs[0]);
+  const at::Tensor from = inputs[0].contiguous();
+  const Tensors to = contiguous(targets, false);
+  collectives_.all_gather(data_of(from), pointers_of<Targets>(to), size_of(from), from.scalar_type(), root,
+                          patience);
+  bring_back(to, targets);
 }
 
 StagedBackend::Work StagedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& options) {
-  check_one("all_gather", inputs.size()), check_one("all_gather", outputs.size());
-  const Tensors targets = outputs.front();
-  const at::Tensor input = inputs.front();
-  check_on_cpu("all_gather", input);
-  TORCH_CHECK_VALUE(static_cast<int>(targets.size()) == getSize(), "all_gather: ", targets.size(),
-                    " outputs for a group of ", getSize());
-  for (const auto& target : targets) check_alike("all_gather", target, input);
+  const Tensors targets = first_of(outputs);
   return enqueue(c10d::OpType::ALLGATHER, "all_gather", How(options), targets,
-                 [this, targets, input](const Patience& patience) {
-                   const at::Tensor from = input.contiguous();
-                   const Tensors to = contiguous(targets, false);
-                   collectives_.all_gather(data_of(from), pointers_of<Targets>(to), size_of(from),
-                                           from.scalar_type(), -1, patience);
-                   bring_back(to, targets);
-                 });
-}
-
-void StagedBackend::gather_parts(const at::Tensor& output, const at::Tensor& input,
-                                 const Patience& patience) {
-  collectives_.all_gather(data_of(input), parts_of<Targets>(output, getSize()), size_of(input),
-                          input.scalar_type(), -1, patience);
-}
-
-StagedBackend::Work StagedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                   const c10d::AllgatherOptions& options) {
-  check_parts("all_gather", output, input, getSize());
-  return enqueue(c10d::OpType::_ALLGATHER_BASE, "all_gather", How(options), {output},
-                 [this, output, input](const Patience& patience) { gather_parts(output, input, patience); });
-}
-
-StagedBackend::Work StagedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                   const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather: ", outputs.size(), " outputs, ",
-                    inputs.size(), " inputs");
-  for (size_t i = 0; i < inputs.size(); ++i) check_parts("all_gather", outputs[i], inputs[i], getSize());
-  return enqueue(c10d::OpType::COALESCED, "all_gather", How(options), outputs,
-                 [this, outputs, inputs](const Patience& patience) {
-                   for (size_t i = 0; i < inputs.size(); ++i) gather_parts(outputs[i], inputs[i], patience);
+                 [this, targets, inputs](const Patience& patience) {
+                   check_count("all_gather", "outputs", targets.size(), getSize());
+                   gather_tensors("all_gather", targets, inputs, -1, patience);
                  });
 }
 
 StagedBackend::Work StagedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::GatherOptions& options) {
-  check_one("gather", inputs.size());
-  const Tensors targets = outputs.empty() ? Tensors{} : outputs.front();
-  const at::Tensor input = inputs.front();
-  check_on_cpu("gather", input);
-  check_root("gather", options.rootRank, static_cast<int64_t>(targets.size()));
-  for (const auto& target : targets) check_alike("gather", target, input);
+  const Tensors targets = first_of(outputs);
   return enqueue(c10d::OpType::GATHER, "gather", How(options), targets,
-                 [this, targets, input, root = options.rootRank](const Patience& patience) {
-                   const at::Tensor from = input.contiguous();
-                   const Tensors to = contiguous(targets, false);
-                   collectives_.all_gather(data_of(from), pointers_of<Targets>(to), size_of(from),
-                                           from.scalar_type(), static_cast<int>(root), patience);
-                   bring_back(to, targets);
+                 [this, targets, inputs, root = options.rootRank](const Patience& patience) {
+                   check_root("gather", root);
+                   check_count("gather", "outputs", targets.size(), root == getRank() ? getSize() : 0);
+                   gather_tensors("gather", targets, inputs, static_cast<int>(root), patience);
+                 });
+}
+
+StagedBackend::Work StagedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                   const c10d::AllgatherOptions& options) {
+  Tensors outputs{output}, inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+StagedBackend::Work StagedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                   const c10d::AllgatherOptions& options) {
+  return enqueue(c10d::OpType::_ALLGATHER_BASE, "all_gather", How(options), outputs,
+                 [this, outputs, inputs](const Patience& patience) {
+                   check_count("all_gather", "inputs", inputs.size(), static_cast<int64_t>(outputs.size()));
+                   for (size_t i = 0; i < inputs.size(); ++i)
+                     check_parts("all_gather", outputs[i], inputs[i], getSize());
+                   for (size_t i = 0; i < inputs.size(); ++i) {
+                     collectives_.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
+                     collectives_.all_gather(data_of(inputs[i]), parts_of<Targets>(outputs[i], getSize()),
+                                             size_of(inputs[i]), inputs[i].scalar_type(), -1, patience);
+                   }
                  });
 }
 
 StagedBackend::Work StagedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                            const c10d::ScatterOptions& options) {
-  check_one("scatter", outputs.size());
-  const Tensors sources = inputs.empty() ? Tensors{} : inputs.front();
-  const at::Tensor output = outputs.front();
-  check_on_cpu("scatter", output);
-  check_root("scatter", options.rootRank, static_cast<int64_t>(sources.size()));
-  for (const auto& source : sources) check_alike("scatter", source, output);
-  return enqueue(c10d::OpType::SCATTER, "scatter", How(options), outputs,
-                 [this, sources, output, root = options.rootRank](const Patience& patience) {
-                   const Tensors from = contiguous(sources, true), to = contiguous({output}, false);
-                   collectives_.scatter(pointers_of<Sources>(from), data_of(to[0]), size_of(output),
-                                        output.scalar_type(), static_cast<int>(root), patience);
-                   bring_back(to, {output});
-                 });
+  return enqueue(
+      c10d::OpType::SCATTER, "scatter", How(options), outputs,
+      [this, sources = first_of(inputs), outputs, root = options.rootRank](const Patience& patience) {
+        check_one("scatter", outputs.size());
+        check_on_cpu("scatter", outputs[0]);
+        check_root("scatter", root);
+        check_count("scatter", "inputs", sources.size(), root == getRank() ? getSize() : 0);
+        for (const auto& source : sources) check_alike("scatter", source, outputs[0]);
+        const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
+        collectives_.scatter(pointers_of<Sources>(from), data_of(to[0]), size_of(to[0]), to[0].scalar_type(),
+                             static_cast<int>(root), patience);
+        bring_back(to, outputs);
+      });
 }
 
 StagedBackend::Work StagedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                   const c10d::ReduceScatterOptions& options) {
-  check_one("reduce_scatter", outputs.size()), check_one("reduce_scatter", inputs.size());
-  const Tensors sources = inputs.front();
-  const at::Tensor output = outputs.front();
-  const ReduceType reduce = options.reduceOp;
-  check_on_cpu("reduce_scatter", output);
-  check_reduction("reduce_scatter", output.scalar_type(), reduce);
-  TORCH_CHECK_VALUE(static_cast<int>(sources.size()) == getSize(), "reduce_scatter: ", sources.size(),
-                    " inputs for a group of ", getSize());
-  for (const auto& source : sources) check_alike("reduce_scatter", source, output);
-  return enqueue(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", How(options), outputs,
-                 [this, sources, output, reduce](const Patience& patience) {
-                   const Tensors from = contiguous(sources, true), to = contiguous({output}, false);
-                   collectives_.reduce_scatter(pointers_of<Sources>(from), data_of(to[0]), output.numel(),
-                                               output.scalar_type(), reduce, patience);
-                   bring_back(to, {output});
-                 });
-}
-
-void StagedBackend::reduce_parts(const at::Tensor& output, const at::Tensor& input, ReduceType reduce,
-                                 const Patience& patience) {
-  collectives_.reduce_scatter(parts_of<Sources>(input, getSize()), data_of(output), output.numel(),
-                              output.scalar_type(), reduce, patience);
+  return enqueue(
+      c10d::OpType::REDUCE_SCATTER, "reduce_scatter", How(options), outputs,
+      [this, sources = first_of(inputs), outputs, reduce = options.reduceOp](const Patience& patience) {
+        check_one("reduce_scatter", outputs.size());
+        check_on_cpu("reduce_scatter", outputs[0]);
+        check_reduction("reduce_scatter", outputs[0].scalar_type(), reduce);
+        check_count("reduce_scatter", "inputs", sources.size(), getSize());
+        for (const auto& source : sources) check_alike("reduce_scatter", source, outputs[0]);
+        const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
+        collectives_.reduce_scatter(pointers_of<Sources>(from), data_of(to[0]), to[0].numel(),
+                                    to[0].scalar_type(), reduce, patience);
+        bring_back(to, outputs);
+      });
 }
 
 StagedBackend::Work StagedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -253,44 +243,48 @@ StagedBackend::Work StagedBackend::_reduce_scatter_base(at::Tensor& output, at::
 
 StagedBackend::Work StagedBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter: ", outputs.size(), " outputs, ",
-                    inputs.size(), " inputs");
-  const ReduceType reduce = options.reduceOp;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    check_parts("reduce_scatter", inputs[i], outputs[i], getSize());
-    check_reduction("reduce_scatter", outputs[i].scalar_type(), reduce);
-  }
-  return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", How(options), outputs,
-                 [this, outputs, inputs, reduce](const Patience& patience) {
-                   for (size_t i = 0; i < inputs.size(); ++i)
-                     reduce_parts(outputs[i], inputs[i], reduce, patience);
-                 });
+  return enqueue(
+      c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", How(options), outputs,
+      [this, outputs, inputs, reduce = options.reduceOp](const Patience& patience) {
+        check_count("reduce_scatter", "inputs", inputs.size(), static_cast<int64_t>(outputs.size()));
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          check_parts("reduce_scatter", inputs[i], outputs[i], getSize());
+          check_reduction("reduce_scatter", outputs[i].scalar_type(), reduce);
+        }
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          collectives_.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
+          collectives_.reduce_scatter(parts_of<Sources>(inputs[i], getSize()), data_of(outputs[i]),
+                                      outputs[i].numel(), outputs[i].scalar_type(), reduce, patience);
+        }
+      });
+}
+
+std::vector<int64_t> StagedBackend::bytes_of_parts(const char* what, const at::Tensor& tensor,
+                                                   const std::vector<int64_t>& splits) const {
+  check_contiguous("all_to_all", tensor);
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
+  TORCH_CHECK_VALUE(splits.empty() ? rows % getSize() == 0
+                                   : static_cast<int>(splits.size()) == getSize() &&
+                                         std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
+                    "all_to_all: the ", what, " of shape ", tensor.sizes(), " is not cut in ", getSize(),
+                    " parts by splits ", splits);
+  const int64_t row = rows ? size_of(tensor) / rows : 0;
+  std::vector<int64_t> bytes(getSize(), rows / getSize() * row);
+  for (size_t i = 0; i < splits.size(); ++i) bytes[i] = splits[i] * row;
+  return bytes;
 }
 
 StagedBackend::Work StagedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                  std::vector<int64_t>& output_splits,
                                                  std::vector<int64_t>& input_splits,
                                                  const c10d::AllToAllOptions& options) {
-  check_contiguous("all_to_all", output), check_contiguous("all_to_all", input);
-  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ",
-                    output.scalar_type(), ", the input ", input.scalar_type());
-  const auto bytes_of_parts = [this](const char* what, const at::Tensor& tensor,
-                                     const std::vector<int64_t>& splits) {
-    const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
-    TORCH_CHECK_VALUE(splits.empty() ? rows % getSize() == 0
-                                     : static_cast<int>(splits.size()) == getSize() &&
-                                           std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-                      "all_to_all: the ", what, " of shape ", tensor.sizes(), " is not cut in ", getSize(),
-                      " parts by splits ", splits);
-    const int64_t row = rows ? size_of(tensor) / rows : 0;
-    std::vector<int64_t> bytes(getSize(), rows / getSize() * row);
-    for (size_t i = 0; i < splits.size(); ++i) bytes[i] = splits[i] * row;
-    return bytes;
-  };
-  const auto received = bytes_of_parts("output", output, output_splits);
-  const auto sent = bytes_of_parts("input", input, input_splits);
   return enqueue(c10d::OpType::ALLTOALL_BASE, "all_to_all", How(options), {output},
-                 [this, output, input, sent, received](const Patience& patience) {
+                 [this, output, input, output_splits, input_splits](const Patience& patience) {
+                   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(),
+                                     "all_to_all: the output is ", output.scalar_type(), ", the input ",
+                                     input.scalar_type());
+                   const auto received = bytes_of_parts("output", output, output_splits);
+                   const auto sent = bytes_of_parts("input", input, input_splits);
                    Sources sources;
                    Targets targets;
                    std::byte *from = data_of(input), *to = data_of(output);
@@ -304,19 +298,18 @@ StagedBackend::Work StagedBackend::alltoall_base(at::Tensor& output, at::Tensor&
 
 StagedBackend::Work StagedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                             const c10d::AllToAllOptions& options) {
-  TORCH_CHECK_VALUE(
-      static_cast<int>(outputs.size()) == getSize() && static_cast<int>(inputs.size()) == getSize(),
-      "all_to_all: ", outputs.size(), " outputs and ", inputs.size(), " inputs for a group of ", getSize());
-  std::vector<int64_t> sent, received;
-  for (int rank = 0; rank < getSize(); ++rank) {
-    check_on_cpu("all_to_all", inputs[rank]), check_on_cpu("all_to_all", outputs[rank]);
-    TORCH_CHECK_VALUE(inputs[rank].scalar_type() == inputs[0].scalar_type() &&
-                          outputs[rank].scalar_type() == inputs[0].scalar_type(),
-                      "all_to_all: tensors of several types; give one");
-    sent.push_back(size_of(inputs[rank])), received.push_back(size_of(outputs[rank]));
-  }
   return enqueue(c10d::OpType::ALLTOALL, "all_to_all", How(options), outputs,
-                 [this, outputs, inputs, sent, received](const Patience& patience) {
+                 [this, outputs, inputs](const Patience& patience) {
+                   check_count("all_to_all", "outputs", outputs.size(), getSize());
+                   check_count("all_to_all", "inputs", inputs.size(), getSize());
+                   std::vector<int64_t> sent, received;
+                   for (int rank = 0; rank < getSize(); ++rank) {
+                     check_on_cpu("all_to_all", inputs[rank]), check_on_cpu("all_to_all", outputs[rank]);
+                     TORCH_CHECK_VALUE(inputs[rank].scalar_type() == inputs[0].scalar_type() &&
+                                           outputs[rank].scalar_type() == inputs[0].scalar_type(),
+                                       "all_to_all: tensors of several types; give one");
+                     sent.push_back(size_of(inputs[rank])), received.push_back(size_of(outputs[rank]));
+                   }
                    const Tensors from = contiguous(inputs, true), to = contiguous(outputs, false);
                    collectives_.all_to_all(pointers_of<Sources>(from), sent, pointers_of<Targets>(to),
                                            received, inputs[0].scalar_type(), patience);

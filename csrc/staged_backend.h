@@ -16,7 +16,8 @@
 namespace oases {
 
 // Collectives run in the order of the calls: on a thread of the backend, or, where the caller waits anyway and nothing
-// is queued, on the caller's. A rank that ends, leaves or times out ends the waits of all others with a
+// is queued, on the caller's. Arguments are checked there: a call that is wrong on one rank is an error on all, raised
+// by the wait. A rank that ends, leaves or times out ends the waits of all others with a
 // DistBackendError that names it, and the group is of no use after that.
 class StagedBackend : public c10d::Backend {
  public:
@@ -76,10 +77,14 @@ class StagedBackend : public c10d::Backend {
   void serve();
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   StagedMail& mail();
-  void check_root(const char* name, int64_t root, int64_t tensors) const;
-  void reduce_parts(const at::Tensor& output, const at::Tensor& input, ReduceType reduce,
-                    const Patience& patience);
-  void gather_parts(const at::Tensor& output, const at::Tensor& input, const Patience& patience);
+  void check_root(const char* name, int64_t root) const;
+  // What follows checks its arguments; name: of the collective in errors. root: the only rank to get the result, or -1.
+  void reduce_all(const char* name, const Tensors& tensors, ReduceType reduce, int64_t root,
+                  const Patience& patience);
+  void gather_tensors(const char* name, const Tensors& targets, const Tensors& inputs, int root,
+                      const Patience& patience);
+  std::vector<int64_t> bytes_of_parts(const char* what, const at::Tensor& tensor,
+                                      const std::vector<int64_t>& splits) const;
 
   const std::shared_ptr<SharedRanks> ranks_;
   StagedCollectives collectives_;

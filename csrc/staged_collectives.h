@@ -15,10 +15,25 @@ using Sources = std::vector<const std::byte*>;
 using Targets = std::vector<std::byte*>;
 
 // One after another, in the same order on all ranks. Before data are used, ranks compare what they were asked for;
-// where it differs all raise the same ValueError, and the group can go on.
+// where it differs, or a rank refuses, all raise the same ValueError, and the group can go on.
 class StagedCollectives {
  public:
-  explicit StagedCollectives(std::shared_ptr<SharedRanks> ranks) : ranks_(std::move(ranks)) {}
+  // From so many bytes between two ranks on, an all-to-all reads them from the other's memory, where the kernel permits
+  // it: one copy instead of two, but the kernel looks up every page. INT64_MAX: never.
+  static constexpr int64_t kReadFrom = 1 << 20;
+  // Bytes of a rank's slot that an all-to-all uses otherwise, at most the slot: pieces that stay in a cache.
+  static constexpr int64_t kAllToAllSlot = 1 << 20;
+
+  // read_from: instead of kReadFrom.
+  explicit StagedCollectives(std::shared_ptr<SharedRanks> ranks, int64_t read_from = kReadFrom)
+      : ranks_(std::move(ranks)), read_from_(ranks_->read_others() ? read_from : INT64_MAX) {}
+
+  // Number of collectives that this rank has joined.
+  uint32_t turn() const { return turn_; }
+  // For the next collective: so many follow in the same call, of which others must know.
+  void followed_by(int64_t left) { left_ = left; }
+  // Joins the others' collective in place of one that cannot be made here. Raises the error that they raise.
+  void refuse(const std::string& reason, const Patience& patience);
 
   // In place; root: the only rank to get the result, or -1. Ranks' numbers are reduced in the order of ranks, so the
   // result is the same to the bit on all of them, whatever the size.
@@ -47,12 +62,15 @@ class StagedCollectives {
     kAllToAll,
     kScatter,
     kBroadcast,
-    kBarrier
+    kBarrier,
+    kRefused
   };
   class Call;
 
   std::shared_ptr<SharedRanks> ranks_;
+  const int64_t read_from_;
   uint32_t turn_ = 0;
+  int64_t left_ = 0;
 };
 
 }  // namespace oases

@@ -24,6 +24,9 @@ class StagedMail::MailWork : public LocalWork {
 struct StagedMail::Message {
   std::byte* data() const { return static_cast<std::byte*>(tensor.data_ptr()); }
   int64_t bytes() const { return static_cast<int64_t>(tensor.nbytes()); }
+  at::ScalarType type() const { return tensor.scalar_type(); }
+  // Of what comes with this type, none where another is wanted.
+  int64_t room(at::ScalarType sent) const { return sent == type() ? bytes() : 0; }
 
   at::Tensor tensor;
   int rank;  // the other one
@@ -115,7 +118,7 @@ bool StagedMail::push(int to, Queue& queue) {
     const uint32_t at = channel.written.load(std::memory_order_relaxed);
     if (at - channel.read.load(std::memory_order_acquire) == Channel::kFrames) break;
     const int64_t bytes = std::min(Channel::kFrameBytes, message.bytes() - message.done);
-    channel.frames[at % Channel::kFrames] = {message.tag, message.bytes(), bytes};
+    channel.frames[at % Channel::kFrames] = {message.tag, message.bytes(), bytes, message.type()};
     if (bytes > 0) std::memcpy(channel.data[at % Channel::kFrames], message.data() + message.done, bytes);
     message.started = moved = true;
     message.done += bytes;
@@ -153,9 +156,9 @@ bool StagedMail::pull(int from) {
     if (!wanted || at == channel.written.load(std::memory_order_acquire)) return moved;
     const Frame frame = channel.frames[at % Channel::kFrames];
     if (incoming.total < 0) {
-      incoming.total = frame.total, incoming.done = 0;
+      incoming.total = frame.total, incoming.done = 0, incoming.type = frame.type;
       incoming.into = take_receive(from, frame.tag);
-      incoming.aside = {frame.tag, {}};
+      incoming.aside = {frame.tag, frame.type, {}};
       if (incoming.into)
         incoming.into->started = true;
       else
@@ -163,7 +166,7 @@ bool StagedMail::pull(int from) {
     }
     const std::byte* const data = channel.data[at % Channel::kFrames];
     std::byte* const to = incoming.into ? incoming.into->data() : incoming.aside.data.data();
-    const int64_t room = incoming.into ? incoming.into->bytes() : incoming.total;
+    const int64_t room = incoming.into ? incoming.into->room(incoming.type) : incoming.total;
     const int64_t fits = std::clamp<int64_t>(room - incoming.done, 0, frame.bytes);
     if (fits > 0) std::memcpy(to + incoming.done, data, fits);
     incoming.done += frame.bytes;
@@ -173,7 +176,7 @@ bool StagedMail::pull(int from) {
     if (incoming.done < incoming.total) continue;
     if (incoming.into) {
       incoming.into->done = incoming.total;
-      finish(*incoming.into, from);
+      finish(*incoming.into, from, incoming.type);
     } else {
       incoming.kept.push_back(std::move(incoming.aside));
     }
@@ -194,22 +197,22 @@ bool StagedMail::take_kept() {
         continue;
       }
       message->done = static_cast<int64_t>(it->data.size());
-      if (const auto bytes = std::min(message->done, message->bytes()))
+      if (const auto bytes = std::min(message->done, message->room(it->type)))
         std::memcpy(message->data(), it->data.data(), bytes);
-      finish(*message, from);
+      finish(*message, from, it->type);
       it = kept.erase(it), moved = true;
     }
   }
   return moved;
 }
 
-void StagedMail::finish(Message& message, int from) {
+void StagedMail::finish(Message& message, int from, at::ScalarType type) {
   message.work->came_from(from);
   std::exception_ptr error;
   try {
-    TORCH_CHECK_VALUE(message.done == message.bytes(), "recv: rank ", from, " sent ", message.done,
-                      " bytes, rank ", ranks_->rank(), " receives ", message.bytes(),
-                      "; give both the same size and type");
+    TORCH_CHECK_VALUE(message.done == message.bytes() && type == message.type(), "recv: rank ", from,
+                      " sent ", message.done, " bytes of ", type, ", rank ", ranks_->rank(), " receives ",
+                      message.bytes(), " of ", message.type(), "; give both the same size and type");
   } catch (...) {
     error = std::current_exception();
   }

@@ -36,6 +36,7 @@ class StagedMail {
   using Queue = std::deque<std::shared_ptr<Message>>;
   struct Aside {
     int64_t tag;
+    at::ScalarType type;
     std::vector<std::byte> data;
   };
   // What comes from a rank.
@@ -43,6 +44,7 @@ class StagedMail {
     std::shared_ptr<Message> into;  // null: to `aside`
     Aside aside;
     int64_t total = -1, done = 0;  // of the message under way; -1: none
+    at::ScalarType type = at::ScalarType::Undefined;
     std::deque<Aside> kept;
   };
 
@@ -52,7 +54,7 @@ class StagedMail {
   bool pull(int from);
   bool take_kept();
   std::shared_ptr<Message> take_receive(int from, int64_t tag);
-  void finish(Message& message, int from);
+  void finish(Message& message, int from, at::ScalarType type);
   void fail(Message& message, const std::string& why);
   void drop_lost();
   bool has_unread(int from) const;

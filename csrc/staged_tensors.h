@@ -31,6 +31,11 @@ inline void check_one(const char* name, size_t tensors) {
   TORCH_CHECK_VALUE(tensors == 1, name, " takes one tensor for this rank, got ", tensors);
 }
 
+inline void check_count(const char* name, const char* what, size_t tensors, int64_t wanted) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(tensors) == wanted, name, " of this rank takes ", wanted, " ", what,
+                    ", got ", tensors);
+}
+
 inline void check_alike(const char* name, const at::Tensor& tensor, const at::Tensor& other) {
   check_on_cpu(name, tensor);
   TORCH_CHECK_VALUE(tensor.scalar_type() == other.scalar_type() && tensor.numel() == other.numel(), name,
@@ -43,6 +48,11 @@ inline void check_parts(const char* name, const at::Tensor& whole, const at::Ten
   TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * parts, name,
                     ": ", whole.scalar_type(), " of shape ", whole.sizes(), " is not ", parts, " times ",
                     part.scalar_type(), " of shape ", part.sizes());
+}
+
+// c10d's lists hold this process's lists; this backend has one.
+inline std::vector<at::Tensor> first_of(const std::vector<std::vector<at::Tensor>>& lists) {
+  return lists.empty() ? std::vector<at::Tensor>{} : lists.front();
 }
 
 inline std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }

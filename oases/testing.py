@@ -1,4 +1,4 @@
-"""Multi-process testing: a pool of gloo ranks that run functions and return their results.
+"""Multi-process testing: a pool of ranks that run functions and return their results.
 
     with RankPool(2) as ranks:
         results = ranks.run(function, argument)     # one result per rank
@@ -24,11 +24,12 @@ from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, backend: str, connection: Connection) -> None:
     fork_server.release_signals()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    timeout = timedelta(seconds=120)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
         task = connection.recv()
         if task is None:
@@ -63,14 +64,15 @@ def _destroy_groups() -> None:
 
 
 class RankPool:
-    """Pool of `size` new processes with a default gloo group.
+    """Pool of `size` new processes with a default group.
 
+    backend: of torch.distributed; "staged" takes a fraction of gloo's time for small tensors.
     Functions must be importable by name, arguments and results picklable. After a failed call, which may leave the
     group unusable, the next call starts new processes.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._start()
@@ -82,7 +84,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=fork_server.as_started_by,
-                args=(fork_server.Launcher(), _serve, rank, self.size, self._store.port, theirs),
+                args=(fork_server.Launcher(), _serve, rank, self.size, self._store.port, self.backend, theirs),
                 daemon=True,
             )
             process.start()

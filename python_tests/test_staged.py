@@ -24,6 +24,7 @@ from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
+from oases.testing import RankPool
 
 OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)
 """Types that gloo does not have, and that can be moved all the same."""
@@ -45,18 +46,23 @@ def random_cases(first: int, count: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_random_collectives_are_those_of_gloo(size, two_ranks, four_ranks):
-    ranks = two_ranks if size == 2 else four_ranks
-    assert ranks.run(random_cases, 0, 150) == [150] * size
+@pytest.fixture(scope="module")
+def pool(two_ranks, four_ranks):
+    """Function that finds ranks by their number."""
+    with RankPool(3) as three:
+        yield {2: two_ranks, 3: three, 4: four_ranks}.__getitem__
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_collectives_are_those_of_gloo(size, pool):
+    assert pool(size).run(random_cases, 0, 150) == [150] * size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("first", range(1000, 6000, 1000))
-def test_ten_thousand_random_collectives_are_those_of_gloo(size, first, two_ranks, four_ranks):
-    ranks = two_ranks if size == 2 else four_ranks
-    assert ranks.run(random_cases, first, 1000) == [1000] * size
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("first", range(1000, 5000, 1000))
+def test_ten_thousand_random_collectives_are_those_of_gloo(size, first, pool):
+    assert pool(size).run(random_cases, first, 1000) == [1000] * size
 
 
 def moved_types() -> list[list[float]]:
@@ -79,19 +85,23 @@ def sums() -> list[bool]:
     """Whether sums of random numbers are those in the order of ranks, to the bit."""
     group, equal = dist.new_group(backend="staged"), []
     size = dist.get_world_size()
-    for dtype, count in itertools.product(FLOATS, (1, 999, 16_384, 2_000_003)):
+    for dtype, count in itertools.product(FLOATS, (4, 999, 16_384, 2_000_003)):
         each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
         wanted = each[0].float() if dtype.itemsize == 2 else each[0].clone()
         for tensor in each[1:]:
             wanted += tensor
         own = each[dist.get_rank()]
+        part = torch.empty(count // size, dtype=dtype)
+        dist.reduce_scatter_tensor(part, own[: part.numel() * size], group=group)
+        equal.append(torch.equal(part, wanted.to(dtype)[: part.numel() * size].chunk(size)[dist.get_rank()]))
         dist.all_reduce(own, group=group)
         equal.append(torch.equal(own, wanted.to(dtype)))
     return equal
 
 
-def test_sums_are_in_the_order_of_ranks_to_the_bit(four_ranks):
-    for equal in four_ranks.run(sums):
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_are_in_the_order_of_ranks_to_the_bit(size, pool):
+    for equal in pool(size).run(sums):
         assert all(equal)
 
 
@@ -104,6 +114,12 @@ def refusals() -> list[str]:
         lambda: dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND, group=group),
         lambda: dist.all_reduce(torch.zeros(8)[::2], group=group),
         lambda: dist.all_reduce(torch.zeros(3).to_sparse(), group=group),
+        # On one rank alone, before it meets the other.
+        lambda: dist.all_reduce(torch.zeros(8)[::2] if rank else torch.zeros(4), group=group),
+        lambda: dist.all_gather_into_tensor(torch.zeros(6 + rank), torch.zeros(3), group),
+        lambda: dist.all_reduce(torch.zeros(8)[:: 1 + rank], group=group, async_op=True).wait(),
+        lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [2, 2 + rank], [2, 2], group),
+        lambda: dist.all_reduce_coalesced([torch.zeros(3)] * (1 + rank), group=group),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             call()
@@ -117,12 +133,46 @@ def refusals() -> list[str]:
 def test_wrong_calls_are_errors_on_all_ranks(two_ranks):
     one, other = two_ranks.run(refusals)
     assert one == other
-    sizes, roots, operation, gaps, layout = one
+    sizes, roots, operation, gaps, layout, on_one, parts, later, splits, several = one
     assert "rank 0 calls all_reduce with Float of 12 bytes by SUM, rank 1 calls all_reduce with Float of 16" in sizes
     assert "root 0, rank 1 calls broadcast with Float of 12 bytes and root 1" in roots
     assert "all_reduce by BAND is not available for Float" in operation
     assert "has gaps; call .contiguous() first" in gaps
     assert "takes dense CPU tensors, got one on cpu of layout Sparse" in layout
+    for refused, why in (
+        (on_one, "has gaps"),
+        (parts, "is not 2 times"),
+        (later, "has gaps"),
+        (splits, "by splits 2 3"),
+    ):
+        assert refused.startswith("rank 1 was refused its call: all_"), refused
+        assert why in refused
+    assert "of 12 bytes by SUM, and 1 more" in several
+
+
+def wrong_messages() -> list[Any]:
+    """What a receiver that asks for another type or size says, and what it gets then."""
+    group, rank, found = dist.new_group(backend="staged"), dist.get_rank(), []
+    if rank == 0:
+        for tag in (0, 0, 1, 0):
+            dist.send(torch.full((4,), 1.5), group=group, group_dst=1, tag=tag)
+        return []
+    kept = torch.zeros(4, dtype=torch.int32)  # of the third, while the first two wait to be received
+    for tag, into in ((1, kept), (0, torch.zeros(4, dtype=torch.int32)), (0, torch.zeros(3))):
+        with pytest.raises(
+            ValueError, match=f"rank 0 sent 16 bytes of Float, rank 1 receives {into.nbytes} of"
+        ) as caught:
+            dist.recv(into, group=group, group_src=0, tag=tag)
+        found.append(str(caught.value).splitlines()[0].split(" of ")[-1])
+    assert kept.tolist() == [0] * 4, "numbers of another type are not written"
+    into = torch.zeros(4)
+    dist.recv(into, group=group, group_src=0)
+    return [*found, into.tolist()]
+
+
+def test_messages_of_another_type_or_size_are_errors(two_ranks):
+    same = "; give both the same size and type"
+    assert two_ranks.run(wrong_messages)[1] == [f"Int{same}", f"Int{same}", f"Float{same}", [1.5] * 4]
 
 
 def objects_and_gradients() -> tuple[list[Any], list[float]]:
@@ -172,7 +222,7 @@ def endless(rank: int, size: int, port: int, group: int, timeout: timedelta, con
     try:
         store = dist.PrefixStore(str(group), dist.TCPStore("127.0.0.1", port, timeout=timeout))
         backend = staged_backend(store, rank, size, timeout)
-        connection.send("ready")
+        connection.send(shared_inode())
         for seed in itertools.count():
             case, tensor = random.Random(seed), torch.ones(random.Random(seed).choice([1, 5000, 2_000_000]))
             if case.random() < 0.3:
@@ -190,10 +240,10 @@ def endless(rank: int, size: int, port: int, group: int, timeout: timedelta, con
 def kill_one(group: int, port: int, joined: bool, patience: float) -> None:
     """Kill a rank of three at a random moment: the others must say so, and nothing may stay behind.
 
-    joined: after all have joined; otherwise a rank that has not joined yet is found by the timeout of joining alone.
-    patience: seconds within which the others must say so.
+    joined: after all have joined; otherwise a rank that nobody knows yet is found by the timeout of joining alone.
+    patience: seconds after the kill within which the others must say so.
     """
-    chance, context, size = random.Random(group), fork_server.context(), 3
+    chance, context, size, inodes = random.Random(group), fork_server.context(), 3, set[int]()
     timeout = timedelta(seconds=60 if joined else 4)
     ends, processes = [], []
     for rank in range(size):
@@ -208,33 +258,52 @@ def kill_one(group: int, port: int, joined: bool, patience: float) -> None:
         if joined:
             for end in ends:
                 assert end.poll(60), "ranks did not join"
-                assert end.recv() == "ready"
+                inodes.add(end.recv())
+            assert len(inodes) == 1
+            assert holders(inodes), "what is looked for below can be seen"
         time.sleep(chance.uniform(0, 0.2))
+        end_of_patience = time.monotonic() + patience
         os.kill(processes[victim].pid, signal.SIGKILL)
         for rank in set(range(size)) - {victim}:
-            said = "ready"
-            while said == "ready":
-                assert ends[rank].poll(patience), f"{group}: rank {rank} hangs after rank {victim} was killed"
+            said: Any = 0
+            while isinstance(said, int):
+                left = max(0.0, end_of_patience - time.monotonic())
+                assert ends[rank].poll(left), f"{group}: rank {rank} hangs after rank {victim} was killed"
                 said = ends[rank].recv()
+                inodes |= {said} if isinstance(said, int) else set()
             named = f"rank {victim} (process {processes[victim].pid}) has ended" in said
             # A rank that fails ends, too, and another may see that first.
             followed = "has left the group" in said or "has ended" in said
-            assert named or followed or not joined, said
+            never = not joined and re.search(rf"waiting for .*rank {victim}\b.* to join", said)
+            assert named or followed or never, said
     finally:
         for process in processes:
             process.kill()
             process.join(10)
-    assert not memory_left({process.pid for process in processes}), "shared memory is left"
+    assert holders(inodes) == [], "shared memory is left"
 
 
-def memory_left(processes: set[int | None]) -> list[str]:
-    """Where memory of the backend is seen: in /dev/shm, or mapped by a process that should have ended."""
-    left = [path.name for path in Path("/dev/shm").glob("*oases*")]
-    for process in processes:
-        maps = Path(f"/proc/{process}/maps")
-        if maps.exists() and "oases-staged" in maps.read_text():
-            left.append(str(maps))
-    return left
+def shared_inode() -> int:
+    """Number of the file whose memory this process has mapped for its only group."""
+    (inode,) = {
+        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "oases-st" in line
+    }
+    return inode
+
+
+def holders(inodes: set[int]) -> list[str]:
+    """Processes of this machine that have the memory of a group, mapped or as a file: without one it is freed."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = [line.split() for line in (process / "maps").read_text().splitlines() if "oases-staged" in line]
+            mapped = {int(line[4]) for line in lines}
+            files = [link for link in (process / "fd").iterdir() if "oases-staged" in os.readlink(link)]
+            opened = {link.stat().st_ino for link in files}
+        except OSError:  # it has ended, or is another user's
+            continue
+        found += [process.name] * bool((mapped | opened) & inodes)
+    return found
 
 
 def test_a_killed_rank_ends_the_waits_of_the_others():

@@ -31,6 +31,7 @@ from oases.autotp.preconditions import (
     require_cuttable,
     require_token_wise,
     tensor_parallel_group,
+    with_backend,
 )
 from oases.autotp.report import PartitionReport, compare_with_plan
 from oases.autotp.spec import ParallelSpec
@@ -70,6 +71,7 @@ def parallelize(
     expert_parallel: int | None = None,
     placement: str = "prophet",
     gradient_wire: str | None = None,
+    backend: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks of a mesh, in place, and return it.
@@ -90,7 +92,8 @@ def parallelize(
     "balanced": divided over expert_parallel ranks of "dp" x "tp" (None: all of them), to which tokens are sent, and
     busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
-    exactly. stack_options: further options of OverlappedStack, such as sub_batches and sequence_parallel.
+    exactly. backend: of torch.distributed, e.g. "staged", for new groups of the mesh's ranks; None: the mesh's own
+    groups. stack_options: further options of OverlappedStack, such as sub_batches and sequence_parallel.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -107,6 +110,7 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
+    mesh = with_backend(mesh, backend)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
     require_dtype(dtype)

@@ -139,8 +139,10 @@ def add_options(
         )  # fmt: skip
 
 
-def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2) -> None:
-    """Add the options of commands that start ranks."""
+def add_ranks(
+    parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2, *, backend: str = "gloo"
+) -> None:
+    """Add the options of commands that start ranks. backend: default, "auto" for commands that resolve it."""
     parser.add_argument(
         "--tp", "--tensor-parallel", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)"
     )
@@ -154,10 +156,11 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
         help="emulate N nodes on this machine, with --link between them and fast links within (default: 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", default="gloo", metavar="NAME",
+        "--backend", default=backend, metavar="NAME",
         help="gloo; staged, through memory that ranks of one machine share; nccl; or sim:alpha=TIME,bandwidth=RATE "
-        "for a simulated link; with ,single_process appended, and always on a GPU, one process represents all ranks "
-        "(default: gloo)",
+        "for a simulated link; with ,single_process appended, and always on a GPU, one process represents all ranks"
+        + "; auto: staged for ranks on the CPU of one machine without --link, else gloo" * (backend == "auto")
+        + f" (default: {backend})",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -220,6 +223,19 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
         raise UsageError(
             f"--nodes {nodes} joins ranks by gloo, got --backend {options.backend}; leave out one of the two"
         )
+
+
+def resolve_backend(options: argparse.Namespace, device: str, ranks: int, resumed: str | None) -> None:
+    """Replace `--backend auto` by a name.
+
+    resumed: backend of the run that this one continues, None for a new run: their sums must be the same to the bit.
+    """
+    if options.backend != "auto":
+        return
+    here = "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    shares = here and ranks > 1 and device == "cpu" and sys.platform == "linux"
+    shares = shares and options.link is None and options.nodes == 1
+    options.backend = "staged" if shares and resumed in (None, "staged") else "gloo"
 
 
 def prepare_ranks(options: argparse.Namespace, *modules: str) -> None:

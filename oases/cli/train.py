@@ -19,6 +19,7 @@ from oases.cli.options import (
     make_rank_options,
     prepare_ranks,
     require_writable,
+    resolve_backend,
     values,
     write_json,
 )
@@ -65,7 +66,7 @@ def add(commands: Any) -> None:
         help="print a YAML configuration with all fields, their values and help, and exit",
     )
     add_options(train, TrainConfig(), skip=("degrees",), only_given=True)
-    add_ranks(train, link=None, tp=None)
+    add_ranks(train, link=None, tp=None, backend="auto")
     train.add_argument(
         "--dp", "--data-parallel", type=_replicas, metavar="N|MIN:MAX",
         help="data-parallel degree; MIN:MAX to go on with fewer replicas when some are lost (default: 1; under "
@@ -121,6 +122,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.launch.ranks import run_ranks, under_torchrun
     from oases.terminal import console
     from oases.train.checkpoint.lock import require_free
+    from oases.train.checkpoint.resume import resumed_backend
 
     if options.write_config:
         _write_config(options)
@@ -128,6 +130,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     prepare_ranks(options, "oases.train.trainer", *(_FOR_MODELS if getattr(options, "model", None) else ()))
     run, *fewer = _runs_of(options)
     config, plan = run.config, run.plan
+    resumed = resumed_backend(config.checkpoint, config.resume, config.resumes_newest)
+    resolve_backend(options, config.device, plan.world, resumed)
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
     ranks = dataclasses.replace(
         ranks, fewer=tuple((each.plan.world, (each, options.timeout)) for each in _lowered(fewer, options))

@@ -169,7 +169,8 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)), alone=not nccl)
     else:
         _take_core(rank, options.size)  # all nodes share this machine's
-    if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in (
+    # With staged, too: checkpoints have a gloo group of their own.
+    if options.backend.name in ("gloo", "sim", "staged") and os.environ.get("MASTER_ADDR") in (
         "localhost",
         "127.0.0.1",
     ):

@@ -138,6 +138,11 @@ class Trainer:
         other = record.data_differences(self._data())
         if other and group_rank(self.group) == 0:
             warnings.warn(f"checkpoint {str(path)!r} resumes with different batches: {other}", stacklevel=3)
+        changed = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
+        if changed and group_rank(self.group) == 0:
+            warnings.warn(
+                f"checkpoint {str(path)!r}: {changed}; give --backend {record.backend or 'gloo'}", stacklevel=3
+            )
         # A run restarted automatically may find itself complete.
         if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(
@@ -184,6 +189,7 @@ class Trainer:
             random=random_streams(self.model),
             losses=list(self.step_check.recent),
             choices=choices_of(self.model, self.group),
+            backend=_backend_of(self.group),
             config=settings(self.config),
             plan=json.loads(self.plan.to_json()),
         )
@@ -372,6 +378,10 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))
+
+
+def _backend_of(group: ProcessGroup | None) -> str:
+    return "" if group is None else dist.get_backend(group)
 
 
 def _ended(step: int) -> RuntimeError:

@@ -185,4 +185,20 @@ COMPILED = (
         ("test_staged.py",),
         "Ranks that call collectives of different sizes over shared memory get numbers, and no error.",
     ),
+    Mutation(
+        "staged_refuses_alone",
+        "csrc/staged_backend.cpp",
+        "if (collectives_.turn() != turn) throw;",
+        "throw;",
+        ("test_staged.py",),
+        "A call that is wrong on one rank does not join the others': its next collective meets their first.",
+    ),
+    Mutation(
+        "staged_messages_of_any_type",
+        "csrc/staged_mail.cpp",
+        "message.done == message.bytes() && type == message.type()",
+        "message.done == message.bytes()",
+        ("test_staged.py",),
+        "A message of float32 that is received as int32 over shared memory is no error.",
+    ),
 )

@@ -330,4 +330,12 @@ TRAINING = (
         ("svm/test_penalties.py",),
         "The proximal map of MCP is that of l1.",
     ),
+    Mutation(
+        "resumed_run_changes_sums",
+        "oases/cli/options.py",
+        'shares and resumed in (None, "staged")',
+        "shares",
+        ("train/test_backend.py",),
+        "A run that is resumed from one over gloo goes on over staged, whose sums are others in the last bits.",
+    ),
 )

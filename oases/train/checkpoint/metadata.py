@@ -24,6 +24,7 @@ RECORD = "checkpoint.json"
 _KINDS = {
     "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
     "names": dict, "optimizer": dict, "streams": dict, "choices": dict, "extra": dict,
+    "backend": str,
 }  # fmt: skip
 """Types of the fields that a resumed run reads."""
 
@@ -40,7 +41,8 @@ class Metadata:
     load it. data: seed, sizes of batch and corpus, and the next step, which determine the next batch. ranks: their
     number. random: random states saved for every rank, "cpu" and "cuda"; random streams of the stacks' ops depend on
     the step only. losses: recent losses, nats per token, to detect spikes. choices: schedules that "auto" chose, see
-    `choices_of`. config, plan: for information only.
+    `choices_of`. backend: of torch.distributed that made the sums, "" where unknown. config, plan: for information
+    only.
 
     Of a parallelized model, names: other names of tied tensors, with the name in the checkpoint. optimizer: "class",
     "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. streams:
@@ -57,6 +59,7 @@ class Metadata:
     random: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    backend: str = ""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -103,6 +106,16 @@ class Metadata:
                     f"checkpoint {str(folder)!r} does not fit: {name} is {saved.get(name)} there and {size} here; "
                     "give the sizes of the model that was saved"
                 )
+
+    def backend_difference(self, backend: str) -> str:
+        """Why sums over a backend may differ in their last bits from those of the saved run; "" if they do not.
+
+        `staged` adds numbers in the order of ranks; gloo and what is built on it (`sim`) in an order of its own.
+        """
+        saved = self.backend or "gloo"
+        if not backend or (saved == "staged") == (backend == "staged"):
+            return ""
+        return f"its sums were made over {saved}, these are over {backend} and may differ in their last bits"
 
     def data_differences(self, data: dict[str, Any]) -> str:
         """Differences that change the coming batches, for a warning; empty if there are none."""

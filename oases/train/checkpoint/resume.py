@@ -43,6 +43,23 @@ def starting_checkpoint(
     return found
 
 
+def resumed_backend(own: str | None, resume: str | None, resumes_newest: bool) -> str | None:
+    """Backend of the run that one with these options continues; None where it starts anew. Before any rank starts.
+
+    That of the newest checkpoint whose record can be read: "gloo" where it names none, as in versions before 0.2.
+    None where one rank wrote it, without sums.
+    """
+    given = None if resume in (None, AUTO) else Path(str(resume))
+    candidates = [*retention.checkpoints(own)] if own is not None and resumes_newest else []
+    if given is not None:
+        candidates += [given] if is_checkpoint(given) else retention.checkpoints(given)
+    for path in candidates:
+        if not _record_fault(path):
+            record = Metadata.read(path)
+            return None if record.ranks == 1 else record.backend or "gloo"
+    return None
+
+
 def require_resumable(own: str | None, resume: str | None, resumes_newest: bool, sizes: dict[str, Any]) -> None:
     """Check before any rank starts. UsageError unless there is a checkpoint of these sizes, if one is needed."""
     if resumes_newest:

@@ -1,0 +1,90 @@
+"""The same model over another backend: groups of the same ranks, and results of gloo's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import oases
+from oases.autotp.preconditions import with_backend
+from oases.errors import UsageError
+from oases.parallel.mesh import Mesh
+
+
+def described(mesh: Any) -> list[Any]:
+    """Names, and by dimension the backend and ranks of the group."""
+    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [mesh]
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    return [names, *((dist.get_backend(group), dist.get_process_group_ranks(group)) for group in groups)]
+
+
+def made() -> list[list[Any]]:
+    """What `with_backend` makes of a group and of meshes; each sums."""
+    found = [
+        with_backend(None, "staged"),
+        with_backend(dist.new_group([0, 1, 2, 3]), "staged"),
+        with_backend(init_device_mesh("cpu", (4,)), "staged"),
+        with_backend(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "staged"),
+    ]
+    total = torch.ones(1)
+    dist.all_reduce(total, group=found[-1]["tp"].get_group())
+    assert total == 2
+    return [described(each) for each in found]
+
+
+def test_groups_keep_their_ranks(four_ranks):
+    for rank, (default, group, flat, square) in enumerate(four_ranks.run(made)):
+        assert default == group == flat == [None, ("staged", [0, 1, 2, 3])]
+        across = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
+        assert square == [("dp", "tp"), *(("staged", ranks) for ranks in across)]
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    said = []
+    for given, backend in ((None, "nosuch"), (mesh, "staged"), (Mesh([2]), "staged")):
+        with pytest.raises(UsageError) as caught:
+            with_backend(given, backend)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_made_is_refused(two_ranks):
+    unknown, stages, own = two_ranks.run(refused)[0]
+    assert "unknown backend 'nosuch'; known are gloo" in unknown
+    assert "without 'pp'; leave it out, and start the run over it: init_process_group('staged')" in stages
+    assert own == stages
+
+
+def test_without_ranks_it_is_refused():
+    with pytest.raises(UsageError, match="needs ranks; start them"):
+        with_backend(None, "staged")
+
+
+def losses(backend: str | None) -> tuple[str, list[torch.Tensor]]:
+    """Backend of a sharded Llama's group; its loss and gradients."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = oases.parallelize(transformers.LlamaForCausalLM(config), backend=backend)
+    ids = torch.arange(64).view(4, 16)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    used = dist.get_backend(model.oases_mesh.get_group("tp"))
+    return used, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def test_a_model_over_shared_memory_has_the_gradients_of_gloo(two_ranks):
+    """Two numbers have one sum, in either order."""
+    for (name, ours), (other, theirs) in zip(
+        two_ranks.run(losses, "staged"), two_ranks.run(losses, None), strict=True
+    ):
+        assert (name, other) == ("staged", "gloo")
+        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))

@@ -1,0 +1,134 @@
+"""How ranks of the backend `staged` come together, or why they do not, and who else gets their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from oases.extension import staged_backend
+
+NOBODY = 65534
+"""A user without rights."""
+
+
+def machine() -> str:
+    """Name of this machine, as ranks write it to the store."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def join_beside(entry: str | None, seconds: float = 60.0) -> str:
+    """First line of the error of rank 0 of two, whose rank 1 left this in the store."""
+    store = dist.HashStore()
+    if entry is not None:
+        store.set("staged/1", entry)
+    with pytest.raises((ValueError, dist.DistBackendError)) as caught:
+        staged_backend(store, 0, 2, timedelta(seconds=seconds))
+    return f"{type(caught.value).__name__}: {str(caught.value).splitlines()[0]}"
+
+
+def test_ranks_of_another_machine_are_refused():
+    said = join_beside("11111111-2222-3333-4444-555555555555-4026531836 1 1 -1 0 0")
+    assert said.startswith("ValueError: staged joins ranks of one machine, but rank 1 is on another one than rank 0")
+
+
+def test_a_rank_that_never_comes_is_named():
+    assert join_beside(None, 0.3).endswith("staged: timed out after 300 ms waiting for rank 1 to join")
+
+
+def test_a_rank_that_ended_while_ranks_join_is_named_before_the_timeout():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    said = join_beside(f"{machine()} {process.pid} 1 -1 0 0", 3600.0)
+    assert said == f"DistBackendError: staged: rank 1 (process {process.pid}) has ended"
+
+
+def test_a_rank_that_gives_up_tells_the_others():
+    store = dist.HashStore()
+    said = []
+
+    def join(rank: int, seconds: float) -> None:
+        with pytest.raises(dist.DistBackendError) as caught:
+            staged_backend(store, rank, 3, timedelta(seconds=seconds))
+        said.append(str(caught.value).splitlines()[0])
+
+    patient = threading.Thread(target=join, args=(0, 3600.0))
+    patient.start()
+    join(1, 0.3)
+    patient.join()
+    assert said == ["staged: timed out after 300 ms waiting for rank 2 to join"] * 2
+
+
+def test_gpu_tensors_are_refused_when_the_group_is_made(two_ranks):
+    for said in two_ranks.run(made_for_gpus):
+        assert said.startswith("staged moves CPU tensors, got cuda:staged; give tensors there to another backend")
+
+
+def made_for_gpus() -> str:
+    dist.new_group(backend="cpu:staged")
+    with pytest.raises(ValueError, match="cuda:staged") as caught:
+        dist.new_group(backend="cpu:gloo,cuda:staged")
+    return str(caught.value)
+
+
+def memory_files() -> list[str]:
+    """This process's files under /proc that are memory of the backend."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links += [str(link)] if "oases-staged" in os.readlink(link) else []
+    return [link.replace("self", str(os.getpid())) for link in links]
+
+
+def seen_while_joining() -> tuple[bool, bool, str]:
+    """Whether this rank fails in the end, a child forked while it joins has its file, and what other users get."""
+    store, errors = dist.HashStore(), []
+
+    def join() -> None:
+        try:
+            staged_backend(store, 0, 2, timedelta(seconds=60))
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    while not memory_files():
+        time.sleep(0.01)
+    (path,) = memory_files()
+    os.close(os.open(path, os.O_RDWR))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        kept = bool(memory_files())
+        said = "not root"
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            try:
+                os.open(path, os.O_RDWR)
+                said = "opened"
+            except PermissionError:
+                said = "refused"
+        os.write(write, f"{kept} {said}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    kept, said = os.read(read, 100).decode().split(" ", 1)
+    os.close(read)
+    os.close(write)
+    store.set("staged/1", "elsewhere 1 1 -1 0 0")
+    thread.join()
+    return len(errors) == 1, kept == "True", said
+
+
+def test_the_file_is_for_ranks_alone_while_they_join(two_ranks):
+    found = two_ranks.run(seen_while_joining)
+    assert found == [(True, False, "refused" if os.getuid() == 0 else "not root")] * 2
