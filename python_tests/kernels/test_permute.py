@@ -31,8 +31,8 @@ def reference_unpermute(rows, source, weights, tokens):
 
 
 @pytest.mark.parametrize(("tokens", "k", "n", "experts"), SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32], ids=str)
 def test_rows_are_grouped_in_token_order(device, tokens, k, n, experts, dtype, ids):
     x = torch.randn(tokens, n, device=device, dtype=dtype)
     expert_ids = routing(tokens, k, experts, device)
@@ -45,7 +45,7 @@ def test_rows_are_grouped_in_token_order(device, tokens, k, n, experts, dtype, i
 
 
 @pytest.mark.parametrize(("tokens", "k", "n", "experts"), SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("weights_dtype", [None, "float32", "rows"])
 def test_round_trip_and_gradients(device, tokens, k, n, experts, dtype, weights_dtype):
     expert_ids = routing(tokens, k, experts, device)
