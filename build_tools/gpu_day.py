@@ -30,7 +30,7 @@ FEW = " or ".join(f"({each})" for each in (
     "test_rows_are_grouped and int64 and bfloat16", "test_round_trip and float32 and bfloat16",
     "test_pack_and_unpack and 1000 and bfloat16", "test_encode_and_decode",
 ))  # fmt: skip
-"""Tests of kernels under a sanitizer, which slows them down a hundredfold: every plan of each kernel, in one dtype."""
+"""Tests of kernels under a sanitizer, which slows them down a hundredfold: every plan of a kernel, in one dtype."""
 SHOWN = 15
 """Lines of a step's output in the report."""
 
@@ -74,8 +74,8 @@ def steps(folder: Path) -> list[Step]:
 
 
 def run(step: Step, folder: Path, seconds: float) -> Outcome | None:
-    """The outcome of a step, which runs unless it has succeeded before, for so long at most; None where its program is
-    missing.
+    """The outcome of a step, which runs for so long at most; that of before, if it has succeeded; None where its
+    program is missing.
     """
     said = folder / f"{step.name}.json"
     if said.exists() and (before := Outcome(**json.loads(said.read_text()))).code == 0:

@@ -86,7 +86,7 @@ def norm_epilogue(copy: float) -> Result:
 
 
 def activation(copy: float, gated: bool) -> Result:
-    """Bias + GELU, which reads and writes as much, or SwiGLU, which reads twice what it writes, as the eager ops do."""
+    """Bias + GELU, which reads and writes as much, or SwiGLU, which reads twice what it writes."""
     rows, n = 16384, 8192
     x, bias = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda").bfloat16()
 

@@ -139,8 +139,8 @@ def warn_of_slow_collectives(group: ProcessGroup | None) -> None:
         return
     if not backend_options(group).is_high_priority_stream:
         warnings.warn(
-            "the tensor-parallel group's collectives run at normal priority and wait for the matmuls under which they "
-            "should be hidden; create it with oases.nccl_options(): init_process_group(pg_options=...), "
+            "the tensor-parallel group's collectives run at normal priority and wait for the matmuls under which "
+            "they should be hidden; create it with oases.nccl_options(): init_process_group(pg_options=...), "
             "new_group(pg_options=...), or init_device_mesh(backend_override={'tp': ...})",
             stacklevel=4,
         )

@@ -23,9 +23,7 @@ def histogram(expert_ids: Tensor, num_experts: int, *, check: bool = True) -> Te
     return torch.ops.oases.histogram(expert_ids, num_experts, check)
 
 
-def permute(
-    x: Tensor, expert_ids: Tensor, num_experts: int, *, check: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, expert_ids: Tensor, num_experts: int, *, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token's row to each of its experts, grouped by expert and in token order within an expert.
 
     x: float32, float16 or bfloat16 [tokens, n]; expert_ids, check: as for `histogram`, with its errors. Returns rows

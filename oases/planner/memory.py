@@ -10,7 +10,7 @@ from oases.simulator.hardware import Hardware
 CONTEXT_BYTES = 512 << 20
 """Of a CUDA context, with torch's loaded kernels and the workspaces of cuBLAS and attention."""
 COMMUNICATORS = 10
-"""Of a rank, at most: the run's, two tensor-parallel degrees', data, weights, both ends', and four lanes of messages."""
+"""Of a rank, at most: the run's, two tensor-parallel degrees', data, weights, both ends', four lanes of messages."""
 COMMUNICATOR_BYTES = 48 << 20
 """NCCL's buffers of one: about 6 MiB for each of the 8 channels that `nccl_options` allows."""
 FRAGMENTED = 0.04

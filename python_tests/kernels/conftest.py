@@ -3,7 +3,7 @@ import os
 import pytest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-if os.environ.get("OASES_TEST_VIRTUAL"):  # for this process alone: the device is every test's once it is known to torch
+if os.environ.get("OASES_TEST_VIRTUAL"):  # in a process of its own: the device is that of every test
     DEVICES = ["virtual"]
 
 

@@ -49,9 +49,7 @@ def made(kind):
 
 
 def tokens_of(rank, number=12):
-    return torch.randn(
-        number, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
-    )
+    return torch.randn(number, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("kind", ["layer", "copies", "stack"])
@@ -135,17 +133,34 @@ def test_autocast_is_that_of_the_cpu(two_virtual, recompute):
 
 def compare_autocast(recompute):
     _, place = device.take()
-    x = torch.randn(4, 8, HIDDEN, generator=torch.Generator().manual_seed(2))
-    found = []
-    for where in (torch.device("cpu"), place):
-        blocks = transformer_blocks(GPTConfig(**SIZES), dist.group.WORLD)
-        stack = OverlappedStack(blocks, process_group=dist.group.WORLD, recompute=recompute).to(where)
-        products = []
-        for block in stack.blocks:
-            block.norm.register_forward_hook(lambda *_: products.append(torch.is_autocast_enabled(where.type)))
-        with torch.autocast(where.type, torch.bfloat16):
-            part = stack.blocks[1].partial(x.to(where))
-            found.append(step(stack, x.to(where)))
-        assert part.dtype == torch.bfloat16
-    for a, b in zip(*found, strict=True):
+    there, here = (under_autocast(where, recompute) for where in (place, torch.device("cpu")))
+    for a, b in zip(there, here, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def under_autocast(where, recompute):
+    """A step of a stack whose forward pass runs under autocast, and so does what it recomputes."""
+    blocks = transformer_blocks(GPTConfig(**SIZES), dist.group.WORLD)
+    stack = OverlappedStack(
+        blocks, process_group=dist.group.WORLD, schedule="oases", sub_batches=2, recompute=recompute
+    ).to(where)
+    dtypes = []
+    for block in stack.blocks:
+        note_dtypes(block.up if hasattr(block, "up") else block.qkv, dtypes)
+    x = torch.randn(4, 8, HIDDEN, generator=torch.Generator().manual_seed(2)).to(where).requires_grad_()
+    with torch.autocast(where.type, torch.bfloat16):
+        y = stack(x)
+    y.float().square().sum().backward()
+    assert dtypes == [torch.bfloat16] * (2 * len(blocks) * (1 + (recompute == "full")))
+    return [each.detach().cpu() for each in (y, x.grad, *(parameter.grad for parameter in stack.parameters()))]
+
+
+def note_dtypes(linear, dtypes):
+    partial = linear.partial
+
+    def noted(x):
+        y = partial(x)
+        dtypes.append(y.dtype)
+        return y
+
+    linear.partial = noted

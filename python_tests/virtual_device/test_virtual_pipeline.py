@@ -85,9 +85,9 @@ def test_the_first_message_holds_no_host(two_virtual):
 
 
 def sends_before_the_other_comes():
-    module, place = device.take()
-    store, stage = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    messages = StageMessages(generate_pipeline("gpipe", 2, 2), mesh := Mesh.of_stages([[1]] * 2), [1], device=place)
+    _, place = device.take()
+    store, stage, mesh = dist.distributed_c10d._get_default_store(), dist.get_rank(), Mesh.of_stages([[1]] * 2)
+    messages = StageMessages(generate_pipeline("gpipe", 2, 2), mesh, [1], device=place)
     found = None
     if stage == 0:
         messages.send(Op("send", 0, 0, "F"), [torch.ones(4, device=place)])
