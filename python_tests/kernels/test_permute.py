@@ -132,6 +132,16 @@ def test_an_expert_out_of_range_is_named(device, bad):
         permute(torch.zeros(600, 3, device=device), expert_ids, 4)
 
 
+def test_without_a_check_an_id_out_of_range_counts_as_the_nearest(device):
+    ids = torch.tensor([[0, 5], [-3, 1], [2**40, -(2**62)]], device=device)
+    x = torch.randn(3, 4, device=device)
+    assert histogram(ids, 4, check=False).tolist() == [3, 1, 0, 2]
+    for found, expected in zip(permute(x, ids, 4, check=False), permute(x, ids.clamp(0, 3), 4), strict=True):
+        assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match=r"which is not in \[0, 0\)"):
+        histogram(ids, 0, check=False)
+
+
 def test_bad_input_is_refused(device):
     x, ids = torch.zeros(4, 3, device=device), torch.zeros(4, 2, dtype=torch.int64, device=device)
     rows, source = torch.zeros(8, 3, device=device), torch.arange(8, device=device)
