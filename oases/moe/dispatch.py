@@ -87,8 +87,8 @@ def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
     wrong = np.flatnonzero((found[:, :-2] < 0).any(1)).tolist()
     if wrong:
         raise RoutingError(
-            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}, or its choice "
-            "is none of the layer's experts. Check the "
+            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}, or its "
+            "choice is none of the layer's experts. Check the "
             "layer's input, the router's weight and its bias there with torch.isfinite, or under "
             "torch.autograd.set_detect_anomaly; often the learning rate is too high or float16 overflows"
         )
