@@ -23,9 +23,11 @@ struct Counted {
   Tensor ids, tile_offsets, counts;
 };
 
-Counted count(const char* op, const Tensor& expert_ids, int64_t experts) {
+// Without a check ids out of range count as the nearest expert, and nothing waits for the device.
+Counted count(const char* op, const Tensor& expert_ids, int64_t experts, bool check) {
   check_routing(op, expert_ids, experts);
-  const Tensor ids = expert_ids.to(at::kLong).contiguous();
+  Tensor ids = expert_ids.to(at::kLong).contiguous();
+  if (!check && experts > 0) ids = ids.clamp(0, experts - 1);  // kernels would write out of bounds
   const int64_t slots = ids.numel();
   const Counted counted{ids, at::empty({experts, tiles_of(slots)}, ids.options()),
                         at::empty({experts}, ids.options())};
@@ -33,18 +35,19 @@ Counted count(const char* op, const Tensor& expert_ids, int64_t experts) {
   OASES_LAUNCH(ids, count_experts, ids.const_data_ptr<int64_t>(), slots, experts,
                counted.tile_offsets.data_ptr<int64_t>(), counted.counts.data_ptr<int64_t>(),
                first_bad.data_ptr<int64_t>());
-  // Synchronises with the device: later kernels would otherwise write out of bounds.
+  if (!check && experts > 0) return counted;
   const int64_t bad = first_bad.item<int64_t>();
   TORCH_CHECK(bad == slots, op, ": the expert id of slot ", bad, " is ",
               bad < slots ? ids.view(-1)[bad].item<int64_t>() : 0, ", which is not in [0, ", experts, ")");
   return counted;
 }
 
-Tensor histogram(const Tensor& expert_ids, int64_t experts) {
-  return count("histogram", expert_ids, experts).counts;
+Tensor histogram(const Tensor& expert_ids, int64_t experts, bool check) {
+  return count("histogram", expert_ids, experts, check).counts;
 }
 
-std::tuple<Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& expert_ids, int64_t experts) {
+std::tuple<Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& expert_ids, int64_t experts,
+                                           bool check) {
   dtype_of("permute", x);
   TORCH_CHECK(x.dim() == 2, "permute: x must be [tokens, n], got ", x.sizes());
   TORCH_CHECK(expert_ids.device() == x.device(), "permute: expert_ids are on ", expert_ids.device(),
@@ -52,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& expert
   check_routing("permute", expert_ids, experts);
   TORCH_CHECK(expert_ids.size(0) == x.size(0), "permute: x has ", x.size(0), " tokens but expert_ids has ",
               expert_ids.size(0));
-  const Counted counted = count("permute", expert_ids, experts);
+  const Counted counted = count("permute", expert_ids, experts, check);
   const int64_t slots = counted.ids.numel(), n = x.size(1);
   const Tensor source = at::empty({slots}, counted.ids.options());
   const Tensor bases = at::empty({experts + 1}, counted.ids.options());
@@ -149,12 +152,12 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const std::opt
   return {grad_rows, grad_weights};
 }
 
-Tensor histogram_meta(const Tensor& expert_ids, c10::SymInt experts) {
+Tensor histogram_meta(const Tensor& expert_ids, c10::SymInt experts, bool) {
   return at::empty_symint({experts}, expert_ids.options().dtype(at::kLong));
 }
 
 std::tuple<Tensor, Tensor, Tensor> permute_meta(const Tensor& x, const Tensor& expert_ids,
-                                                c10::SymInt experts) {
+                                                c10::SymInt experts, bool) {
   const c10::SymInt slots = expert_ids.sym_size(0) * expert_ids.sym_size(1);
   const auto options = expert_ids.options().dtype(at::kLong);
   return {x.new_empty_symint({slots, x.sym_size(1)}), at::empty_symint({slots}, options),
@@ -175,9 +178,10 @@ std::tuple<Tensor, Tensor> unpermute_backward_meta(const Tensor& grad, const std
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oases, library) {
-  library.def("histogram(Tensor expert_ids, SymInt num_experts) -> Tensor", kNotCaptured);
-  library.def("permute(Tensor x, Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
-              kNotCaptured);
+  library.def("histogram(Tensor expert_ids, SymInt num_experts, bool check=True) -> Tensor", kNotCaptured);
+  library.def(
+      "permute(Tensor x, Tensor expert_ids, SymInt num_experts, bool check=True) -> (Tensor, Tensor, Tensor)",
+      kNotCaptured);
   library.def("unpermute(Tensor rows, Tensor source, Tensor? weights, SymInt tokens) -> Tensor");
   library.def(
       "unpermute_backward(Tensor grad, Tensor? rows, Tensor source, Tensor? weights) -> (Tensor, Tensor)");

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +21,11 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.files import write_text
-from oases.kernels import permute
+from oases.kernels import bias_gelu, permute, swiglu
 from oases.kernels.norm import bias_dropout_residual_norm
 from oases.kernels.sparse import sketch_encode
 from oases.launch.ranks import RankOptions, run_ranks
+from oases.profile.overlap import OverlapBench
 from oases.terminal import console
 from oases.testbed import Backend
 from oases.train.config import option
@@ -39,6 +41,11 @@ GPT_1B3: dict[str, Any] = {
 TENSOR_PARALLEL = 4
 RATIOS = (0.5, 1.0)
 """Communication over compute."""
+KERNELS = ("norm epilogue", "bias + GELU", "SwiGLU", "permute", "sketch encode")
+WIDE: dict[str, Any] = GPT_1B3 | {"hidden": 4096, "heads": 32, "layers": 2, "schedules": "oases", "recompute": "none"}
+"""Layers at whose width the host must be faster than the GPU."""
+NOT_WORK = ("watch_clock", "ncclDevKernel")
+"""Kernels that wait, for a simulated link or for other ranks."""
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 20) -> float:
@@ -78,6 +85,22 @@ def norm_epilogue(copy: float) -> Result:
         return _beside(copy, 4 * y.nbytes, fused) | {"over_eager": seconds(eager) / fused}
 
 
+def activation(copy: float, gated: bool) -> Result:
+    """Bias + GELU, which reads and writes as much, or SwiGLU, which reads twice what it writes."""
+    rows, n = 16384, 8192
+    x, bias = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda").bfloat16()
+
+    def eager() -> None:
+        if gated:
+            F.silu(x[:, : n // 2]) * x[:, n // 2 :]
+        else:
+            F.gelu(x + bias, approximate="tanh")
+
+    with torch.no_grad():
+        fused = seconds((lambda: swiglu(x)) if gated else (lambda: bias_gelu(x, bias)))
+        return _beside(copy, x.nbytes * (3 if gated else 4) // 2, fused) | {"over_eager": seconds(eager) / fused}
+
+
 def expert_permute(copy: float) -> Result:
     """Tokens to experts: every row is read and written once per expert it goes to."""
     tokens, n, k, experts = 16384, 4096, 2, 64
@@ -88,11 +111,16 @@ def expert_permute(copy: float) -> Result:
 
 
 def encode(copy: float) -> Result:
-    """Values are read once and added to a table, read and written, in each of its rows."""
+    """Values are read once and added to a table, read and written, in each of its rows.
+
+    The order in which they are added takes a stable sort of the cells: a pass for each byte of an int64, which reads
+    and writes cells and places.
+    """
     keys, n, rows = 1 << 18, 64, 3
     positions = torch.randperm(1 << 22, device="cuda")[:keys]
     values = torch.randn(keys, n, device="cuda")
-    moved = values.nbytes * (1 + 2 * rows)
+    cell = torch.int64.itemsize
+    moved = values.nbytes * (1 + 2 * rows) + rows * keys * cell * 2 * (2 * cell)
     return _beside(copy, moved, seconds(lambda: sketch_encode(positions, values, rows, keys, 0)))
 
 
@@ -105,6 +133,48 @@ def chunked_matmul() -> Result:
     whole = seconds(lambda: torch.mm(a, b, out=out))
     cut = seconds(lambda: [torch.mm(part, b, out=into) for part, into in halves])
     return {"seconds": whole, "cut_seconds": cut, "of_whole": whole / cut, "flops": 2 * size**3 / whole}
+
+
+def host_beside_gpu() -> Result:
+    """Host time and GPU time of an op of a wide stack's list, and the share of a step in which the GPU computes."""
+    result: Result = run_ranks(_host_beside_gpu, (OverlapBenchConfig(**WIDE),), _ranks(1e12))
+    return result
+
+
+def _host_beside_gpu(config: OverlapBenchConfig) -> Result:
+    bench = OverlapBench(config, dist.group.WORLD)
+    x = bench.x.clone().requires_grad_()
+
+    def step() -> None:
+        bench.stack.run(x, bench.scheduler).backward(bench.grad)
+
+    walls, hosts = [], []
+    for _ in range(3 + config.iterations):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        hosts.append(time.perf_counter() - began)  # nothing in a step waits for the GPU
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - began)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    busy = busy_seconds((event.name, event.time_range.start, event.time_range.end) for event in profile.events())
+    ops, wall = len(bench.stack.schedule.ops), statistics.median(walls[3:])
+    return {
+        "ops": ops, "host_seconds_per_op": statistics.median(hosts[3:]) / ops, "gpu_seconds_per_op": busy / ops,
+        "step_seconds": wall, "busy": busy / wall,
+    }  # fmt: skip
+
+
+def busy_seconds(kernels: Iterable[tuple[str, float, float]]) -> float:
+    """Seconds in which one kernel at least computes. kernels: name, begin and end in microseconds."""
+    total, until = 0.0, -float("inf")
+    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if not any(wait in name for wait in NOT_WORK):
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+    return total / 1e6
 
 
 def hidden(ratio: float) -> Result:
@@ -146,9 +216,12 @@ def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
     result: Result = {"machine": machine(), "copy_bytes_per_second": copy}
     parts: dict[str, Callable[[], Result]] = {
         "norm epilogue": lambda: norm_epilogue(copy),
+        "bias + GELU": lambda: activation(copy, gated=False),
+        "SwiGLU": lambda: activation(copy, gated=True),
         "permute": lambda: expert_permute(copy),
         "sketch encode": lambda: encode(copy),
         "product cut in two": chunked_matmul,
+        "host beside GPU": host_beside_gpu,
     }
     for ratio in RATIOS:
         parts[f"overlap at communication = {ratio} x compute"] = lambda ratio=ratio: hidden(ratio)  # type: ignore[misc]
@@ -183,7 +256,7 @@ def markdown(result: Result) -> str:
     ]
     lines += ["| what | measured | beside |", "|---|---|---|"]
     lines += [f"| copy | {result['copy_bytes_per_second'] / 1e9:.0f} GB/s | |"]
-    for name in ("norm epilogue", "permute", "sketch encode"):
+    for name in KERNELS:
         row = result[name]
         eager = f", {row['over_eager']:.2f} x torch's own ops" if "over_eager" in row else ""
         lines += [f"| {name} | {row['bytes_per_second'] / 1e9:.0f} GB/s | {row['of_copy']:.2f} of the copy{eager} |"]
@@ -191,6 +264,11 @@ def markdown(result: Result) -> str:
     lines += [
         f"| product of 8192 cubed, bf16 | {product['flops'] / 1e12:.0f} TFLOP/s | "
         f"cut in two {product['of_whole']:.3f} |"
+    ]
+    host = result["host beside GPU"]
+    lines += [
+        f"| host per op at hidden {WIDE['hidden']} | {1e6 * host['host_seconds_per_op']:.0f} us | GPU "
+        f"{1e6 * host['gpu_seconds_per_op']:.0f} us per op, busy {host['busy']:.2f} of the step |"
     ]
     for ratio in RATIOS:
         overlap = result[f"overlap at communication = {ratio} x compute"]

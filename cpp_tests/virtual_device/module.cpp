@@ -1,6 +1,7 @@
 // The Python module of the virtual device; see python_tests/virtual_device/device.py.
 #include <torch/csrc/utils/pybind.h>
 
+#include "autocast.h"
 #include "backend.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {

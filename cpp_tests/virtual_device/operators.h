@@ -197,6 +197,34 @@ inline void run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   op.callBoxed(&stack);
 }
 
+// Gives outputs that an op was to resize their sizes before it is queued: it runs on memory that has its size.
+inline void fit_outputs(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                        torch::jit::Stack& cpu) {
+  const auto& declared = op.schema().arguments();
+  const auto is_output = [&](size_t i) {
+    return declared[i].is_out() && arguments[i].isTensor() && is_ours(arguments[i].toTensor()) &&
+           arguments[i].toTensor().numel() == 0;
+  };
+  bool some = false;
+  torch::jit::Stack shapes;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    some |= is_output(i);
+    shapes.push_back(mapped(arguments[i], at::kMeta, on_meta));
+  }
+  if (!some) return;
+  const torch::jit::Stack meta = shapes;  // the op takes its own from the stack
+  op.callBoxed(&shapes);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!is_output(i) || meta[i].toTensor().sizes() == arguments[i].toTensor().sizes()) continue;
+    const at::Tensor& x = arguments[i].toTensor();
+    const at::Tensor& fitting = meta[i].toTensor();
+    if (fitting.nbytes() > x.storage().nbytes())
+      at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(x.storage(), fitting.nbytes());
+    x.unsafeGetTensorImpl()->set_sizes_and_strides(fitting.sizes(), fitting.strides());
+    cpu[i] = on_cpu(x);
+  }
+}
+
 // Any op that has a kernel of the CPU. Queued, if its results' shapes are known without its values.
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -230,6 +258,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     known &= same.back() >= 0 || (!writes && (result.type()->isSubtypeOf(*c10::TensorType::get()) ||
                                               result.type()->isSubtypeOf(*c10::ListType::ofTensors())));
   }
+  if (known && writes) fit_outputs(op, arguments, cpu);
   std::vector<c10::IValue> results;
   if (known && !writes) {
     torch::jit::Stack shapes;

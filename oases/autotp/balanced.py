@@ -106,10 +106,9 @@ class BalancedExperts:
         learns = self.module.training and not is_recomputation()
         if learns:
             self._begin(experts, len(x) * index.shape[1], x.shape[1], group)
-        counts = histogram(index, self.number)
-        routing = Routing(
-            index, weights, counts, counts, None, None, None, torch.zeros((), dtype=torch.bool, device=x.device)
-        )
+        counts = histogram(index, self.number, check=False)
+        faulty = ((index < 0) | (index >= self.number)).any()
+        routing = Routing(index, weights, counts, counts, None, None, None, faulty)
         setting = self.placing.setting(None)
         demand = exchange_counts([routing], group, state=self.placing.state([setting]), label=self.name)
         plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)

@@ -201,8 +201,9 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
-    """Device that a tensor's bytes are sent from: its own for NCCL and CUDA, else the CPU."""
-    return tensor.device if tensor.is_cuda and "nccl" in dist.get_backend(group) else torch.device("cpu")
+    """Device that a tensor's bytes are sent from: its own where the group has a backend for it, gloo aside."""
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return tensor.device if backends.get(tensor.device.type, "gloo") != "gloo" else torch.device("cpu")
 
 
 INITIALISED = "_is_hf_initialized"

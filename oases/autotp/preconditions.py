@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, cast
@@ -158,12 +159,33 @@ def tensor_parallel_group(
         group = mesh.get_group("tp" if "tp" in names else 0)
     else:
         group = resolve(mesh)
+    if not isinstance(mesh, Mesh):  # whose groups have the options
+        warn_of_slow_collectives(group)
     if plan is not None and group_size(group) != plan.stages[0].segments[0].tp:
         raise UsageError(
             f"plan: its tensor-parallel degree is {plan.stages[0].segments[0].tp}, the mesh has {group_size(group)} "
             "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
         )
     return group, options
+
+
+def warn_of_slow_collectives(group: ProcessGroup | None) -> None:
+    """Warn of a NCCL group whose collectives queue behind the matmuls that are to hide them."""
+    if group is None or group_size(group) == 1 or "nccl" not in dist.get_backend_config(group):
+        return
+    if not backend_options(group).is_high_priority_stream:
+        warnings.warn(
+            "the tensor-parallel group's collectives run at normal priority and wait for the matmuls under which "
+            "they should be hidden; create it with oases.nccl_options(): init_process_group(pg_options=...), "
+            "new_group(pg_options=...), or init_device_mesh(backend_override={'tp': ...})",
+            stacklevel=4,
+        )
+
+
+def backend_options(group: ProcessGroup) -> Any:
+    """Options that a NCCL group was created with."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    return backend.options
 
 
 def require_runnable(plan: Plan) -> None:

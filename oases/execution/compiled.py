@@ -210,10 +210,10 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None,
     return back, product, grad.flatten(0, -2).sum(0).to(bias.dtype) if of_bias else None, *none
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("deferred_linear", _forward, _device)
-    _library.impl("deferred_linear_backward", _backward, _device)
-    _library.impl("deferred_linear_backward_kept", _backward_kept, _device)
+# On every device: they are made of torch's own ops.
+_library.impl("deferred_linear", _forward, "CompositeExplicitAutograd")
+_library.impl("deferred_linear_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("deferred_linear_backward_kept", _backward_kept, "CompositeExplicitAutograd")
 torch.library.register_fake("oases::deferred_linear", _fake_forward, lib=_library)
 for _name in ("deferred_linear_backward", "deferred_linear_backward_kept"):
     torch.library.register_fake(f"oases::{_name}", _fake_backward, lib=_library)

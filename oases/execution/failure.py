@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.errors import UsageError
 from oases.execution.agreement import CallAgreement, Form, Samples
-from oases.execution.group import ProcessGroup, group_of
+from oases.execution.group import HoldsGroup, ProcessGroup, group_of
 
 _INTERVAL_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
@@ -80,14 +80,22 @@ class FailedRankMemoryError(FailedRankError, torch.OutOfMemoryError):
     """FailedRankError for an out-of-memory error; `except torch.OutOfMemoryError` catches it on every rank."""
 
 
-def error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
-    """Error that every rank of a group of this size raises. broken: why the group was aborted, or ""."""
+def error_of(failure: Failure, broken: str, size: int, *, went_on: bool = False) -> FailedRankError:
+    """Error that every rank of a group of this size raises.
+
+    broken: why the group was aborted, or "". went_on: whether this rank had ended its call before.
+    """
     text = str(failure)
     if broken:
         text += f". The process group was aborted ({broken}): create a new one, or restart the run"
     else:
         text += ". " + ("" if size == 1 else "All ranks raise this; ")
         text += "drop this step's gradients, then the stack can be called again"
+    if went_on:
+        text += (
+            ". This rank had ended its call, and knows of the failure since its next one: if it made an optimizer "
+            "step meanwhile, load a checkpoint, and call the stack's confirm() before such steps"
+        )
     error = (FailedRankMemoryError if failure.out_of_memory else FailedRankError)(text)
     error.failure, error.usable = failure, not broken
     return error
@@ -171,17 +179,23 @@ class FailureMonitor:
         failure = Failure(self.rank, caller, found.text, "", False)
         raise error_of(failure, self.fail(failure), self.size)
 
-    def check(self) -> None:
-        """Raise another rank's failure, if there is one."""
+    def check(self, *, went_on: bool = True) -> None:
+        """Raise another rank's failure, if there is one. went_on: this rank has ended the call that failed."""
         try:
             self.scheduler.check()
         except RuntimeError as error:
-            raise self.error() from error
+            raise self.error(went_on=went_on) from error
 
-    def error(self) -> FailedRankError:
+    def confirm(self) -> None:
+        """Wait for what is queued on the current stream, then `check` the call that queued it."""
+        if self._index is not None:
+            torch.accelerator.current_stream(self._index).synchronize()
+        self.check(went_on=False)
+
+    def error(self, *, went_on: bool = False) -> FailedRankError:
         """Error of the failed rank, for a rank that was stopped."""
         assert self.failure is not None, "the thread has read it before it halted the scheduler"
-        return error_of(self.failure, self._broken, self.size)
+        return error_of(self.failure, self._broken, self.size, went_on=went_on)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._settled}/{name}"
@@ -316,6 +330,22 @@ def stop_monitor(group: ProcessGroup) -> None:
     monitor = _monitors.pop(group, None)
     if monitor is not None:
         monitor.stop()
+
+
+class FailsTogether(HoldsGroup):
+    """Mixin of a module whose calls fail on all ranks of its group, or on none."""
+
+    def confirm(self) -> None:
+        """Wait for the device's queued work; raise FailedRankError if another rank has failed.
+
+        For a loop of your own, before `optimizer.step()`: on an accelerator `backward()` returns before its
+        collectives have ended, and a rank that fails meanwhile leaves NaN in the others' sums. On the CPU nothing is
+        waited for.
+        """
+        group = self.process_group
+        monitor = None if group is None else _monitors.get(group)
+        if monitor is not None:
+            monitor.confirm()
 
 
 def _innermost(store: dist.Store) -> dist.Store:

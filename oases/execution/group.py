@@ -93,7 +93,10 @@ def nccl_options(max_ctas: int = 8) -> Any:
 
 def refuse_capture(x: Tensor) -> None:
     """Raise RuntimeError during CUDA graph capture: the host starts and times collectives in every step."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if x.device.type in ("cpu", "meta"):
+        return
+    capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
         raise RuntimeError(
             "overlapped layers cannot be captured into a CUDA graph: the host starts and times their collectives "
             "in every step; leave them out of the capture"

@@ -14,24 +14,24 @@ from torch import Tensor
 import oases.extension  # noqa: F401  (registers the ops)
 
 
-def histogram(expert_ids: Tensor, num_experts: int) -> Tensor:
+def histogram(expert_ids: Tensor, num_experts: int, *, check: bool = True) -> Tensor:
     """Count the slots of each expert.
 
     expert_ids: int64 or int32 [tokens, k]. Returns int64 [num_experts]. Raises RuntimeError for an id outside [0,
-    num_experts); this check synchronises with a CUDA device.
+    num_experts); this check synchronises with a CUDA device. Without it such an id counts as the nearest expert.
     """
-    return torch.ops.oases.histogram(expert_ids, num_experts)
+    return torch.ops.oases.histogram(expert_ids, num_experts, check)
 
 
-def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, expert_ids: Tensor, num_experts: int, *, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token's row to each of its experts, grouped by expert and in token order within an expert.
 
-    x: float32, float16 or bfloat16 [tokens, n]; expert_ids: as for `histogram`, with its errors. Returns rows
+    x: float32, float16 or bfloat16 [tokens, n]; expert_ids, check: as for `histogram`, with its errors. Returns rows
     [tokens * k, n], source int64 [tokens * k] (the slot of each row), and counts int64 [num_experts] (rows per
     expert). The gradient of x is the fp32 sum over the k rows of a token. A CUDA call synchronises to check the
     ids; its backward pass does not.
     """
-    rows, source, counts = torch.ops.oases.permute(x, expert_ids, num_experts)
+    rows, source, counts = torch.ops.oases.permute(x, expert_ids, num_experts, check)
     return rows, source, counts
 
 
@@ -53,7 +53,7 @@ def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _permute_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     (source,) = ctx.saved_tensors
-    return torch.ops.oases.unpermute(grad, source, None, ctx.tokens), None, None
+    return torch.ops.oases.unpermute(grad, source, None, ctx.tokens), None, None, None
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -213,15 +213,16 @@ class ExpertWork:
         x, h = self._before[b](x)
         state.shape = h.shape
         flat = h.reshape(-1, h.shape[-1])
-        routing, demand = layer.routed(flat, state.setting, state.demand)
-        if state.demand is None:
-            state.demand = demand
-            state.plan = dispatch_plan(demand.counts, state.setting.placement, group_rank(self._group), x.device)
-        assert state.plan is not None
+        routing, counts = layer.routed(flat, state.setting, state.demand)
         tokens = layer.shard_tokens(flat)
+        shared = layer.shared_expert(tokens)  # queued before the host waits for the counts
+        if state.demand is None:
+            state.demand = counts()
+            rank, placement = group_rank(self._group), state.setting.placement
+            state.plan = dispatch_plan(state.demand.counts, placement, rank, x.device)
+        assert state.plan is not None
         rows, state.source = permuted(tokens, routing, state.plan)
         state.routing = replace(routing, weights=routing.weights.detach())
-        shared = layer.shared_expert(tokens)
         if shared is not None:  # bypasses the routed experts and is added to their results
             x = x + layer.gather_tokens(shared, len(flat)).view(h.shape)
         return x, routing.weights, rows

@@ -8,6 +8,7 @@ reverse all-to-all and `send` waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,18 +51,25 @@ class ExpertCounts:
 def exchange_counts(
     routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
 ) -> ExpertCounts:
-    """Gather the counts of all ranks of `group`, by an all-gather of E numbers.
+    """Gather the counts of all ranks of `group`, by an all-gather of E numbers, and wait for them.
 
     routings: one, or several candidates where the right one is found by comparison. state: 62-bit number that must be
     equal on every rank, a digest of state that ranks compute independently. label: the layer's name. RoutingError, on
-    every rank, where gates of any rank are not finite or states differ.
+    every rank, where gates of any rank are not finite, name no expert, or states differ.
     """
+    return start_counts(routings, group, state=state, label=label)()
+
+
+def start_counts(
+    routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
+) -> Callable[[], ExpertCounts]:
+    """Start `exchange_counts`; call the result for the counts, once. The device computes what is queued meanwhile."""
     size = group_size(group)
     counts = torch.stack([routing.counts for routing in routings])
     faulty = torch.stack([routing.faulty for routing in routings]).any()
-    counts = torch.where(faulty, torch.full_like(counts, -1), counts).flatten()
+    counts = torch.where(faulty, -1, counts).flatten()
     slots = routings[0].experts.numel()
-    mine = torch.cat([counts, counts.new_tensor([slots, state])])
+    mine = torch.cat([counts, there(np.array([slots, state]), counts.device)])
     everyone = mine.new_empty((size, len(mine)))
     if size > 1:
         assert group is not None
@@ -69,11 +77,18 @@ def exchange_counts(
         scheduler.wait(scheduler.all_gather(everyone, mine, f"counts of {label}"))
     else:
         everyone[0] = mine
-    found = everyone.cpu().numpy()
+    arrived = here(everyone)
+    return lambda: _checked(arrived().numpy(), len(routings), label)
+
+
+def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
+    """Counts from what the ranks sent, [rank, numbers of `start_counts`]."""
+    size = len(found)
     wrong = np.flatnonzero((found[:, :-2] < 0).any(1)).tolist()
     if wrong:
         raise RoutingError(
-            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}. Check the "
+            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}, or its "
+            "choice is none of the layer's experts. Check the "
             "layer's input, the router's weight and its bias there with torch.isfinite, or under "
             "torch.autograd.set_detect_anomaly; often the learning rate is too high or float16 overflows"
         )
@@ -83,8 +98,29 @@ def exchange_counts(
             f"{label}: rank {differing[0]} has another forward pass or placement than rank 0; all ranks must "
             "call the layer equally often, in the same mode, with the same costs and placement"
         )
-    by_rank = found[:, :-2].reshape(size, len(routings), -1)
+    by_rank = found[:, :-2].reshape(size, candidates, -1)
     return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
+
+
+def there(array: Integers, device: torch.device) -> Tensor:
+    """A copy on a device, which nothing waits for."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def here(x: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the host; call the result to wait for it, and for nothing that is queued later."""
+    if x.device.type == "cpu":
+        return lambda: x
+    host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.Event(device=x.device.type)
+    copied.record(torch.accelerator.current_stream(x.device))
+
+    def arrived() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return arrived
 
 
 @dataclass(frozen=True)
@@ -130,12 +166,9 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
 
-    def there(array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return DispatchPlan(
-        there(positions), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home), blocks.sum(1).tolist(),
-        there(order), there(inverse),
+        there(positions, device), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home), blocks.sum(1).tolist(),
+        there(order, device), there(inverse, device),
     )  # fmt: skip
 
 
@@ -150,11 +183,11 @@ def permuted(x: Tensor, routing: Routing, plan: DispatchPlan) -> tuple[Tensor, T
 
 
 def by_expert(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.permute`, with a fallback for float64."""
+    """`kernels.permute` of ids that were checked, with a fallback for float64."""
     if x.dtype is not torch.float64:
-        return kernels.permute(x, ids, experts)
+        return kernels.permute(x, ids, experts, check=False)
     source = ids.flatten().argsort(stable=True)
-    return x[source // max(ids.shape[1], 1)], source, kernels.histogram(ids, experts)
+    return x[source // max(ids.shape[1], 1)], source, kernels.histogram(ids, experts, check=False)
 
 
 def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:

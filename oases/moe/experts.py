@@ -202,7 +202,9 @@ def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
 
 def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     """weight: [L, in, out]."""
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if not rows.is_cpu:  # the host waits for a copy from memory that is not pinned
+        ends = ends.pin_memory().to(rows.device, non_blocking=True)
     result = F.grouped_mm(rows.contiguous(), weight, offs=ends)
     result = _DenseGradient.apply(result)
     if bias is None:

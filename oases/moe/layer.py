@@ -7,6 +7,7 @@ and combined.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
-from oases.execution.failure import fail_together
+from oases.execution.failure import FailsTogether, fail_together
 from oases.execution.group import (
-    HoldsGroup,
     ProcessGroup,
     group_name,
     group_of,
@@ -38,6 +38,7 @@ from oases.moe.dispatch import (
     dispatch_plan,
     exchange_counts,
     start_combine,
+    start_counts,
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.placement_data import Placement
@@ -50,7 +51,7 @@ from oases.moe.transfer import Transfer, tie
 from oases.parallel.collectives import all_reduce
 
 
-class OverlappedMoE(HoldsGroup, nn.Module):
+class OverlappedMoE(FailsTogether, nn.Module):
     """Mixture of experts: weighted sum of `top_k` of `num_experts` per token; [..., hidden] -> the same shape.
 
     process_group: expert-parallel ranks, each with its own tokens; None for the default group. placement: "none"
@@ -280,13 +281,15 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         setting = self._placement_state.setting(self.router)
         return setting, self._placement_state.open(setting)
 
-    def routed(self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None) -> tuple[Routing, ExpertCounts]:
-        """[T, hidden] -> this rank's part of the routing, and the gathered counts, unless given."""
+    def routed(
+        self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None
+    ) -> tuple[Routing, Callable[[], ExpertCounts]]:
+        """[T, hidden] -> this rank's part of the routing; call the second for the counts, `demand` or gathered."""
         routing = self._share_of(self.router(x, bias=setting.bias))
-        if demand is None:
-            state = self._placement_state.state([setting])
-            demand = exchange_counts([routing], self.process_group, state=state, label=self.name)
-        return routing, demand
+        if demand is not None:
+            return routing, lambda: demand
+        state = self._placement_state.state([setting])
+        return routing, start_counts([routing], self.process_group, state=state, label=self.name)
 
     def shard_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of tokens that all tensor-parallel ranks hold."""

@@ -31,7 +31,7 @@ class Routing:
     experts: int64 [T, k]. weights: [T, k], differentiable, of the router's type; they carry the gradients of the
     losses. counts: int64 [E], slots ((token, expert) pairs) that are sent; demand: [E], slots before any was dropped.
     kept: bool [T, k], None where every slot is sent. balance_loss, z_loss: unweighted values; None where unused.
-    faulty: bool [], whether a gate is not finite.
+    faulty: bool [], whether a gate is not finite or an expert not one of E.
     """
 
     experts: Tensor
@@ -53,7 +53,7 @@ class Routing:
         experts, kept = self.experts[first:last], None if self.kept is None else self.kept[first:last]
         number = len(self.counts)
         sent = experts if kept is None else torch.where(kept, experts, number)
-        counts = histogram(sent, number + 1)[:number]
+        counts = histogram(sent, number + 1, check=False)[:number]
         return replace(self, experts=experts, weights=weights, kept=kept, counts=counts)
 
 
@@ -151,7 +151,7 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
         if self.scale != 1.0:
             weights = weights * self.scale
-        demand = histogram(experts, self.num_experts)
+        demand = histogram(experts, self.num_experts, check=False)
         kept = None if self.capacity_factor is None else self._kept(experts, weights.detach(), demand)
         counts = demand if kept is None else demand.clamp_max(self._capacity(len(x)))
         balance_loss = z_loss = None

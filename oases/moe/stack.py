@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import fail_together
-from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture
+from oases.execution.failure import FailsTogether, fail_together
+from oases.execution.group import ProcessGroup, refuse_capture
 from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
 from oases.moe.cost_measurement import mean_seconds, measure_costs
@@ -32,7 +32,7 @@ from oases.schedule import Schedule, generate_experts, validate
 _numbers = itertools.count()
 
 
-class ExpertStack(HoldsGroup, nn.Module):
+class ExpertStack(FailsTogether, nn.Module):
     """Blocks with experts (`ExpertBlock`), whose replica and gradient transfers overlap with other blocks.
 
     schedule: "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose

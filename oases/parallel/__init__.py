@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from oases.execution.group import nccl_options
 from oases.parallel.batch import BlockInputs
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
@@ -29,6 +30,7 @@ __all__ = [
     "Report",
     "clip_grad_norm",
     "make_optimizer",
+    "nccl_options",
     "parallel_cross_entropy",
     "quantized_hook",
     "report",

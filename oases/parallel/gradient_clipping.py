@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 
 import torch
@@ -37,14 +38,13 @@ def clip_grad_norm(
     group = resolve(process_group)
     ranks = group_size(group) // stages
     shards = holders(model)
-    squares = {True: list[Tensor](), False: list[Tensor]()}  # by whether they are summed over the ranks
+    # Gradients by whether they are summed over the ranks and by copies; _foreach_norm takes one device and dtype.
+    alike = defaultdict[tuple[bool, int, torch.device, torch.dtype], list[Tensor]](list)
     gradients = []
     for parameter in model.parameters():
         if parameter.grad is not None:
             gradient = local(parameter.grad)
             gradients.append(gradient)
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            square = gradient.to(dtype).square().sum()
             sharded = gradient is not parameter.grad
             holder = shards.get(id(parameter))
             # A layer sharded over t of R ranks has R / t copies, all in the sum; so has a replicated parameter
@@ -56,12 +56,16 @@ def clip_grad_norm(
             if sharded:
                 copies //= parameter.grad.device_mesh.size()  # type: ignore[attr-defined]
             if id(parameter) not in elsewhere:
-                squares[summed].append(square / copies)
+                alike[summed, copies, gradient.device, gradient.dtype].append(gradient)
     if not gradients:
         return torch.zeros(())
-    zero = torch.zeros((), device=gradients[0].device, dtype=torch.float32)
-    cut = all_reduce(torch.stack([zero, *squares[True]]).sum().reshape(1), group, "gradient norm")
-    norm = (cut[0] + torch.stack([zero, *squares[False]]).sum()).sqrt()
+    device = gradients[0].device
+    squares = {each: torch.zeros((), device=device, dtype=torch.float32) for each in (True, False)}
+    for (summed, copies, _, dtype), some in alike.items():
+        norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares[summed] = squares[summed] + (torch.stack(norms).square().sum() / copies).to(device)
+    cut = all_reduce(squares[True].reshape(1), group, "gradient norm")
+    norm = (cut[0] + squares[False]).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, scale)
     return norm

@@ -47,7 +47,7 @@ _in_use: WeakSet[StageMessages] = WeakSet()
 
 def waiting_for() -> str:
     """The message that this process is waiting for, or ""; for error reports."""
-    return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
+    return next((text for messages in list(_in_use) if (text := messages.waiting_for)), "")
 
 
 def sends_confirmed_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
@@ -110,8 +110,8 @@ class StageMessages:
         validate(pipeline, "stage")
         self._mesh = mesh
         self._split = {each: mesh.on_one_node(each) if split is None else split for each in set(degrees)}
-        self.waiting_for = ""
-        """The message that this rank is waiting for, or ""."""
+        self._on_host = ""
+        self._awaited: deque[tuple[Op, Any]] = deque()  # by the stream of an accelerator
         _in_use.add(self)
         self._device = torch.device(device)
         self._clock = Clock(self._device)
@@ -135,6 +135,12 @@ class StageMessages:
         for lane in self._lanes.values():
             self._join(lane)
         mesh.meet()
+
+    @property
+    def waiting_for(self) -> str:
+        """The message that this rank is waiting for, or "": its host's, or the first that its stream has not got."""
+        pending = next((op for op, work in list(self._awaited) if not work.is_completed()), None)
+        return self._on_host or ("" if pending is None else self._named(pending))
 
     @property
     def rows(self) -> list[Row]:
@@ -322,13 +328,17 @@ class StageMessages:
             del self._sent[op]
 
     def _wait(self, work: Any, op: Op) -> None:
-        self.waiting_for = self._named(op)
+        self._on_host = self._named(op)
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(op, error) from error
         finally:
-            self.waiting_for = ""
+            self._on_host = ""
+        if self._device.type != "cpu":
+            self._awaited.append((op, work))
+            while self._awaited and self._awaited[0][1].is_completed():
+                self._awaited.popleft()
 
     def _lost(self, op: Op, error: RuntimeError) -> dist.DistBackendError:
         first = (str(error).strip().splitlines() or [""])[0]

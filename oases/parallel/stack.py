@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import FailureMonitor, monitor_of
-from oases.execution.group import HoldsGroup, ProcessGroup, group_of, refuse_capture, resolve
+from oases.execution.failure import FailsTogether, FailureMonitor, monitor_of
+from oases.execution.group import ProcessGroup, group_of, refuse_capture, resolve
 from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Turn
@@ -57,7 +57,7 @@ def _nothing() -> None:
     """Empty weak reference."""
 
 
-class OverlappedStack(HoldsGroup, nn.Module):
+class OverlappedStack(FailsTogether, nn.Module):
     """Stack of tensor-parallel blocks run by a schedule that overlaps all-reduces with other sub-batches.
 
     blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel linear, and
@@ -214,8 +214,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         parts of the sequence.
         """
         require_activation(x)
-        if x.is_cuda:
-            refuse_capture(x)
+        refuse_capture(x)
         given = checked_inputs(inputs, len(self.blocks))
         scheduler: Scheduler = NullScheduler()
         if self.tensor_parallel > 1:

@@ -7,8 +7,14 @@ from oases.plans.plan import Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
 from oases.simulator.hardware import Hardware
 
-USABLE = 0.92
-"""Fraction of a device's memory that a plan may use; the rest is for the runtime, the allocator and libraries."""
+CONTEXT_BYTES = 512 << 20
+"""Of a CUDA context, with torch's loaded kernels and the workspaces of cuBLAS and attention."""
+COMMUNICATORS = 10
+"""Of a rank, at most: the run's, two tensor-parallel degrees', data, weights, both ends', four lanes of messages."""
+COMMUNICATOR_BYTES = 48 << 20
+"""NCCL's buffers of one: about 6 MiB for each of the 8 channels that `nccl_options` allows."""
+FRAGMENTED = 0.04
+"""Fraction of a device's memory that the caching allocator holds in pieces too small to be used again."""
 
 
 def head_bytes(model: Model, tp: int, samples: float) -> int:
@@ -99,5 +105,8 @@ def sharding_bytes(model: Model, tp: int, ends: int, *, fsdp: bool) -> int:
 
 
 def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:
-    """Bytes that a plan may use: the budget, or the usable fraction of the device."""
-    return budget if budget is not None else int(USABLE * hardware.device.memory_bytes)
+    """Bytes that a plan may use: the budget, or the device's without those of the runtime and of fragments."""
+    if budget is not None:
+        return budget
+    runtime = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
+    return max(0, int((1 - FRAGMENTED) * hardware.device.memory_bytes) - runtime)

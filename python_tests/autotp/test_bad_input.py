@@ -1,6 +1,8 @@
 """Wrong models, meshes, plans and optimizers: an error with the value and the remedy, before anything trains."""
 
 import re
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from autotp.staged import mesh_of, sizes
 from autotp.zoo import batch, build
 
 import oases
+from oases.autotp import preconditions
 from oases.planner import model_of
 from oases.plans.plan import Plan, Segment, Stage
 
@@ -71,3 +74,20 @@ ERRORS = {
 def test_wrong_input_is_told(two_ranks, function):
     for text in two_ranks.run(said, function):
         assert re.search(f"UsageError: .*{ERRORS[function]}", text), text
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "priority", "told"),
+    [
+        ("cpu:gloo,cuda:nccl", 2, False, True), ("cuda:nccl", 2, True, False), ("cuda:nccl", 1, False, False),
+        ("gloo", 2, False, False),
+    ],
+)  # fmt: skip
+def test_a_nccl_group_of_normal_priority_is_warned_of(monkeypatch, backend, ranks, priority, told):
+    options = SimpleNamespace(is_high_priority_stream=priority)
+    group = SimpleNamespace(size=lambda: ranks, _get_backend=lambda device: SimpleNamespace(options=options))
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        preconditions.warn_of_slow_collectives(group)
+    assert ["oases.nccl_options()" in str(each.message) for each in caught] == [True] * told

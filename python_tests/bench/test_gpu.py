@@ -13,7 +13,8 @@ def result() -> dict[str, Any]:
     schedules = {"sync": row, "oases": row | {"hidden": 0.96}}
     return {
         "machine": {"gpu": "some"}, "copy_bytes_per_second": 3.3e12,
-        "norm epilogue": part | {"over_eager": 2.5}, "permute": part, "sketch encode": part,
+        **dict.fromkeys(gpu.KERNELS, part), "norm epilogue": part | {"over_eager": 2.5},
+        "host beside GPU": {"host_seconds_per_op": 4e-5, "gpu_seconds_per_op": 9e-5, "busy": 0.97},
         "product cut in two": {"of_whole": 0.98, "flops": 7e14},
         **{
             f"overlap at communication = {ratio} x compute": {"schedules": schedules} for ratio in gpu.RATIOS
@@ -25,7 +26,16 @@ def test_markdown() -> None:
     text = gpu.markdown(result())
     assert text.startswith("# One GPU, 20")
     assert "0.90 of the copy, 2.50 x torch's own ops" in text
+    assert "| bias + GELU | 3000 GB/s | 0.90 of the copy |" in text
+    assert "| host per op at hidden 4096 | 40 us | GPU 90 us per op, busy 0.97 of the step |" in text
     assert "| oases, communication = 0.5 x compute | 100.0 ms | hidden 0.96, 1.00 of the ideal |" in text
+
+
+def test_the_gpu_is_busy_once_while_kernels_of_two_streams_run_and_not_while_one_waits() -> None:
+    kernels = [("gemm", 0.0, 4e6), ("watch_clock", 1e6, 9e6), ("norm", 3e6, 6e6), ("gelu", 4e6, 5e6)]
+    kernels.append(("add", 8e6, 9e6))
+    assert gpu.busy_seconds(kernels) == 7
+    assert gpu.busy_seconds([]) == 0
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ def reference_pack(x):
     return torch.from_numpy(np.packbits((x.float().cpu() != 0).any(1).numpy(), bitorder="little"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 64, 1000, 20_000])
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 31, 64, 1100])
 def test_pack_and_unpack(device, dtype, rows, n):
@@ -29,7 +29,7 @@ def test_pack_and_unpack(device, dtype, rows, n):
     assert torch.equal(bitmap_unpack(bits, rows), (x != 0).any(1).nonzero().flatten())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 8, 300])
 def test_what_counts_as_zero(device, dtype, n):
     tiny = torch.tensor(1, dtype=torch.int16).view(torch.bfloat16) if dtype == torch.bfloat16 else None

@@ -32,8 +32,8 @@ def reference_unpermute(rows, source, weights, tokens):
 
 
 @pytest.mark.parametrize(("tokens", "k", "n", "experts"), SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32], ids=str)
 def test_rows_are_grouped_in_token_order(device, tokens, k, n, experts, dtype, ids):
     x = torch.randn(tokens, n, device=device, dtype=dtype)
     expert_ids = routing(tokens, k, experts, device)
@@ -46,7 +46,7 @@ def test_rows_are_grouped_in_token_order(device, tokens, k, n, experts, dtype, i
 
 
 @pytest.mark.parametrize(("tokens", "k", "n", "experts"), SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("weights_dtype", [None, "float32", "rows"])
 def test_round_trip_and_gradients(device, tokens, k, n, experts, dtype, weights_dtype):
     expert_ids = routing(tokens, k, experts, device)
@@ -131,6 +131,16 @@ def test_an_expert_out_of_range_is_named(device, bad):
         histogram(expert_ids, 4)
     with pytest.raises(RuntimeError, match=f"permute: the expert id of slot 1161 is {bad}"):
         permute(torch.zeros(600, 3, device=device), expert_ids, 4)
+
+
+def test_without_a_check_an_id_out_of_range_counts_as_the_nearest(device):
+    ids = torch.tensor([[0, 5], [-3, 1], [2**40, -(2**62)]], device=device)
+    x = torch.randn(3, 4, device=device)
+    assert histogram(ids, 4, check=False).tolist() == [3, 1, 0, 2]
+    for found, expected in zip(permute(x, ids, 4, check=False), permute(x, ids.clamp(0, 3), 4), strict=True):
+        assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match=r"which is not in \[0, 0\)"):
+        histogram(ids, 0, check=False)
 
 
 def test_bad_input_is_refused(device):

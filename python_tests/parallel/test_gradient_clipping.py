@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
 from oases.errors import UsageError
@@ -93,3 +94,37 @@ def test_small_norms_stay():
     assert float(clip_grad_norm(linear, 1.0)) == torch.tensor(0.2)
     assert torch.equal(linear.weight.grad, torch.full((2, 2), 0.1))
     assert float(clip_grad_norm(nn.Linear(2, 2), 1.0)) == 0
+
+
+class Ops(TorchDispatchMode):
+    """Count ops, each a kernel or more on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_number_of_ops_does_not_grow_with_the_number_of_gradients():
+    counts = []
+    for layers in (2, 40):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        for at, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 1.0 + at)
+        expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        with Ops() as ops:
+            norm = clip_grad_norm(model, 1.0)
+        torch.testing.assert_close(norm, expected)
+        counts.append(ops.count)
+    assert counts[0] == counts[1] < 20
+
+
+def test_gradients_of_several_dtypes_are_squared_in_float32_at_least():
+    model = nn.Sequential(nn.Linear(64, 64).to(torch.bfloat16), nn.Linear(4, 4).double(), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()]).norm()
+    torch.testing.assert_close(clip_grad_norm(model, 1e9), expected, rtol=1e-5, atol=0)

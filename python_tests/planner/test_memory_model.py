@@ -10,7 +10,17 @@ from oases import TrainConfig, Trainer
 from oases.parallel.fsdp import local
 from oases.parallel.gradient_averaging import _Lane
 from oases.parallel.optimizer import state_of, weight_of
-from oases.planner.memory import end_parameters, sharding_bytes, stage_parameters, stage_state_bytes
+from oases.planner.memory import (
+    COMMUNICATOR_BYTES,
+    COMMUNICATORS,
+    CONTEXT_BYTES,
+    FRAGMENTED,
+    end_parameters,
+    sharding_bytes,
+    stage_parameters,
+    stage_state_bytes,
+    usable_bytes,
+)
 from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
@@ -151,3 +161,15 @@ def test_a_plan_counts_what_a_trainer_holds(two_ranks, precision, zero):
     assert copies == parameters * 4
     assert max(held) >= stage_state_bytes(plan, 0) + copies
     assert held[-1] == stage_state_bytes(plan, 0)
+
+
+def test_context_communicators_and_fragments_are_not_usable():
+    def usable(memory, budget=None):
+        device = Device("any", memory, {"float32": 1e11}, 1e10)
+        return usable_bytes(replace(HARDWARE, device=device), budget)
+
+    fixed = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
+    assert usable(24 << 30) == int((1 - FRAGMENTED) * (24 << 30)) - fixed
+    assert 0.2e9 < COMMUNICATORS * COMMUNICATOR_BYTES < 0.6e9
+    assert usable(fixed) == 0
+    assert usable(24 << 30, budget=5) == 5

@@ -5,6 +5,7 @@ backend waits as NCCL does. What is right only because the host waits for the de
 found on any machine.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import subprocess
@@ -78,6 +79,13 @@ def _namespace(module: types.ModuleType) -> types.ModuleType:
     found.manual_seed_all = manual_seed_all
     found.get_rng_state = lambda device=NAME: generator(device).get_state()
     found.set_rng_state = lambda state, device=NAME: generator(device).set_state(state)
+    # What FSDP2 asks a device for.
+    found.Stream = lambda device=NAME, priority=0: torch.Stream(device, priority=priority)
+    found.Event = lambda **options: torch.Event(NAME, **options)
+    found.current_stream = lambda device=None: torch.accelerator.current_stream(device)
+    found.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    found.set_device = torch.accelerator.set_device_index
+    found.synchronize = torch.accelerator.synchronize
     found.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return found
 

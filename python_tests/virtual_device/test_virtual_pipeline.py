@@ -1,13 +1,16 @@
 """Pipelines on the virtual device, whose backend holds the host at the first message between two ranks."""
 
+from datetime import timedelta
+
 import device
 import pytest
 import torch
 import torch.distributed as dist
 
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages
+from oases.parallel.messages import StageMessages, waiting_for
 from oases.parallel.pipeline import StageRunner
+from oases.schedule import Op
 from oases.schedule.pipeline import generate_pipeline
 
 STAGES, MICRO_BATCHES, WIDTH = 3, 4, 8
@@ -70,3 +73,38 @@ def runs_a_pipeline(name, steps):
     messages.close()
     mesh.destroy()
     return (torch.stack(losses), expected) if losses else None
+
+
+def test_the_first_message_holds_no_host(two_virtual):
+    """Ranks are connected before: NCCL's first message holds both hosts until they have met."""
+    _, said = two_virtual.run(sends_before_the_other_comes)
+    waiting, received, afterwards = said
+    assert waiting == "receive F 1.1 on stage 1, from stage 0 (rank 0)"
+    assert received == [1.0] * 4
+    assert afterwards == ""
+
+
+def sends_before_the_other_comes():
+    _, place = device.take()
+    store, stage, mesh = dist.distributed_c10d._get_default_store(), dist.get_rank(), Mesh.of_stages([[1]] * 2)
+    messages = StageMessages(generate_pipeline("gpipe", 2, 2), mesh, [1], device=place)
+    found = None
+    if stage == 0:
+        messages.send(Op("send", 0, 0, "F"), [torch.ones(4, device=place)])
+        store.set("sent", "1")
+        store.wait(["asked"])
+        messages.send(Op("send", 0, 1, "F"), [torch.ones(4, device=place)])
+    else:
+        store.wait(["sent"], timedelta(seconds=30))
+        ops = [Op("receive", 1, m, "F") for m in range(2)]
+        messages.begin(ops)
+        received = messages.receive(ops[0])[0].tolist()
+        messages.receive(ops[1])
+        waiting = waiting_for()
+        store.set("asked", "1")
+        torch.accelerator.synchronize()
+        found = [waiting, received, waiting_for()]
+    torch.accelerator.synchronize()
+    messages.close()
+    mesh.destroy()
+    return found
