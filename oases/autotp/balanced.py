@@ -111,7 +111,8 @@ class BalancedExperts:
             index, weights, counts, counts, None, None, None, torch.zeros((), dtype=torch.bool, device=x.device)
         )
         setting = self.placing.setting(None)
-        demand = exchange_counts([routing], group, state=self.placing.state([setting]), label=self.name)
+        state = self.placing.state([setting], training=self.module.training)
+        demand = exchange_counts([routing], group, state=state, label=self.name)
         plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
         transfer = pending = None
         if setting.placement.moved:
@@ -194,7 +195,7 @@ def attach_states(model: nn.Module, found: dict[str, BalancedMlp], options: Expe
     for name, (mlp, number) in found.items():
         module = model.get_submodule(name)
         if _STATE not in vars(module):
-            placing = PlacementState(number, groups.degree, options.placement, None, None)
+            placing = PlacementState(number, groups.degree, options.placement, None, None, name)
             state = BalancedExperts(name, module, mlp, number, groups, tensor, placing, known)
             object.__setattr__(module, _STATE, state)
 

@@ -80,8 +80,9 @@ def exchange_counts(
     differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
     if differing:
         raise RoutingError(
-            f"{label}: rank {differing[0]} has another forward pass or placement than rank 0; all ranks must "
-            "call the layer equally often, in the same mode, with the same costs and placement"
+            f"{label}: rank {differing[0]} has another layer, forward pass, mode or placement than rank 0; all ranks "
+            "must call the same layers equally often, in the same order and mode, with the same costs and placement. "
+            "Batches of different sizes may be split into different numbers of sub-batches: give sub_batches=1 then"
         )
     by_rank = found[:, :-2].reshape(size, len(routings), -1)
     return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())

@@ -41,7 +41,7 @@ from oases.moe.dispatch import (
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.placement_data import Placement
-from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState
+from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState, numbered
 from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
@@ -125,7 +125,9 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             if shared_intermediate
             else None
         )
-        self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget)
+        self._placement_state = PlacementState(
+            num_experts, group_size(group), placement, costs, memory_budget, numbered(name, group)
+        )
         self.last: MoEStatistics | None = None
         """Statistics of the last forward pass, recomputations excluded."""
         self._recorder: tuple[Recorder, int] | None = None
@@ -261,7 +263,8 @@ class OverlappedMoE(HoldsGroup, nn.Module):
                 self._begin(len(x), group)
             settings = [self._placement_state.setting(self.router)]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
-        demand = exchange_counts(routings, group, state=self._placement_state.state(settings), label=self.name)
+        state = self._placement_state.state(settings, training=self.training)
+        demand = exchange_counts(routings, group, state=state, label=self.name)
         index = 0
         if again:
             index, opened = self._placement_state.passes.find(settings, demand.candidates, self.name)
@@ -284,7 +287,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """[T, hidden] -> this rank's part of the routing, and the gathered counts, unless given."""
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is None:
-            state = self._placement_state.state([setting])
+            state = self._placement_state.state([setting], training=self.training)
             demand = exchange_counts([routing], self.process_group, state=state, label=self.name)
         return routing, demand
 

@@ -125,6 +125,15 @@ def refused(name, dims, options, changed):
     return said(lambda: oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", **options))
 
 
+def unevenly_split(name, samples):
+    """Call the model in eval mode with another number of samples on each replica; return the error."""
+    model = build(name).eval()
+    oases.parallelize(model, mesh=mesh_of({"dp": 2, "tp": 1}), experts="balanced", placement="none")
+    data = {key: value[: samples[dist.get_rank()]] for key, value in batch(name).items()}
+    with torch.no_grad():
+        return said(lambda: model(**data))
+
+
 def saved_and_loaded(name, dims, options, folder):
     """Train a step, save in two ways, load into new models, one of another degree; losses and the whole state."""
     parallel = build(name)

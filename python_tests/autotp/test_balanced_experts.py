@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from autotp.balanced_runs import loss_of, refused, saved_and_loaded, trained
+from autotp.balanced_runs import loss_of, refused, saved_and_loaded, trained, unevenly_split
 from autotp.staged import apart, trained_in_stages
 from autotp.zoo import batch
 
@@ -88,6 +88,14 @@ def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, ch
     for error in two_ranks.run(refused, name, {"tp": 2}, options, changed):
         assert error.startswith("UsageError")
         assert why in error
+
+
+def test_batches_that_are_split_differently_raise(two_ranks):
+    """One sample in one sub-batch, four in two: layer 1 of a rank meets layer 0 of the other, in eval mode too."""
+    for error in two_ranks.run(unevenly_split, "mixtral", (1, 4)):
+        assert error.startswith("RoutingError")
+        assert "has another layer, forward pass, mode or placement" in error
+        assert "give sub_batches=1" in error
 
 
 def test_experts_are_saved_whole_and_loaded_into_another_degree(two_ranks, tmp_path):

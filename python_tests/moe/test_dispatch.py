@@ -160,7 +160,7 @@ def faulty(victims):
     with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7")
     _, routing = routing_of(rank, 5, 4, 2, None)
-    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another forward pass or placement"):
+    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another layer, forward pass, mode or placement"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
 
 
