@@ -41,6 +41,7 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size
+from oases.parallel.expert_groups import EXPERT_MODES
 from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import require_dtype, set_needs
@@ -126,7 +127,7 @@ def parallelize(
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
-    balanced = _expert_options(model, mesh, steps, group, plan, experts, expert_parallel, placement, compile)
+    balanced = _expert_options(model, mesh, steps, group, experts, expert_parallel, placement, compile)
     found, outside_reads = signatures_of(model, twin, inputs, names, spec, plan, tp, options, balanced)
     hooks = ModelHooks(model, group)
     stages = None
@@ -188,22 +189,20 @@ def _expert_options(
     mesh: Any,
     steps: PipelineOptions | None,
     group: ProcessGroup | None,
-    plan: Plan | None,
     experts: str,
     degree: int | None,
     placement: str,
     compile: str | None,
 ) -> ExpertOptions | None:
     """Options of balanced experts; None where they are summed. UsageError for what does not go with them."""
-    if experts not in ("sharded", "balanced"):
-        raise UsageError(f"unknown experts {experts!r}; known are 'sharded' and 'balanced'")
+    if experts not in EXPERT_MODES:
+        raise UsageError(f"unknown experts {experts!r}; known are {', '.join(EXPERT_MODES)}")
     if experts == "sharded":
         if degree is not None or placement != "prophet":
             raise UsageError("expert_parallel and placement are options of experts='balanced'; give that, too")
         return None
-    for what, given in (("a plan", plan is not None), ("compile", compile is not None)):
-        if given:
-            raise UsageError(f"experts='balanced' does not run with {what}; leave one of them out")
+    if compile is not None:
+        raise UsageError("experts='balanced' does not run with compile; leave one of them out")
     found = expert_options(mesh, None if steps is None else steps.mesh, group, degree, placement)
     if steps is not None and steps.shards and found.groups.degree != group_size(group):
         raise UsageError(

@@ -80,6 +80,7 @@ class Trainer:
                 config.model, config.seed, plan, self.mesh, lora=config.lora, device=self.device, compile=backend,
                 wire_dtype=WIRE_DTYPES.get(config.wire_dtype, config.wire_dtype), dtype=PRECISIONS[config.precision],
                 gradient_wire=None if config.gradient_wire == "none" else config.gradient_wire,
+                **config.model_experts,
             )  # fmt: skip
             self.stage = ModelStage(self.model, plan)
         else:
@@ -148,7 +149,8 @@ class Trainer:
         """Memory that ranks with the same state share a name in: replicas, unless state is sharded over them."""
         tensor, mesh = self.plan.uniform_tp, self.mesh
         shard = f"stage {mesh.stage}, part {mesh.rank % (tensor or 1)}"
-        if tensor is None or self.plan.zero or self.plan.fsdp or self.plan.experts is not None:
+        experts = self.plan.experts is not None or self.config.model_experts
+        if tensor is None or self.plan.zero or self.plan.fsdp or experts:
             shard = f"rank {group_rank(self.group)} of {group_size(self.group)}"
         return StateMemory(self.model, self.optimizer, shard, self.group)
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 import transformers
-from autotp.balanced_runs import loss_of, refused, saved_and_loaded, trained, unevenly_split
-from autotp.staged import apart, trained_in_stages
+from autotp.balanced_runs import dropping, loss_of, refused, saved_and_loaded, staged, trained, unevenly_split
+from autotp.staged import apart
 from autotp.zoo import batch
+
+from oases.autotp.balanced import require_balanced
+from oases.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -55,22 +58,39 @@ def test_ten_steps_over_four_ranks(four_ranks, name, dims, options, held):
     require_close(four_ranks.run(trained, name, dims, options, 10, True), held)
 
 
-@pytest.mark.slow
+MESHES = [  # pp, dp, tp
+    ((2, 2, 1), {"expert_parallel": 2}),
+    ((2, 1, 2), {}),
+    ((2, 2, 1), {"zero": True, "expert_parallel": 1}),
+    ((1, 2, 2), {"fsdp": True, "expert_parallel": 2}),
+    ((1, 4, 1), {"expert_parallel": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("name", "shape", "options"),
     [
-        ((2, 1, 2), {}),
-        ((2, 2, 1), {"zero": True, "expert_parallel": 1}),
-        ((1, 2, 2), {"fsdp": True, "expert_parallel": 2}),
-        ((1, 4, 1), {"expert_parallel": 2}),
+        pytest.param(name, *mesh, marks=() if name == "mixtral" and mesh == MESHES[0] else SLOW)
+        for name in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+        for mesh in MESHES
     ],
 )
-def test_stages_train_as_one_process(four_ranks, shape, options):
-    options = {"experts": "balanced", **options}
-    changes = {"experts_implementation": "eager"}  # grouped matmuls have no float64
-    run = (trained_in_stages, "mixtral", shape, options, 2, 10, torch.float64, changes)
-    worst = apart(four_ranks.run(*run))
-    assert worst < 1e-6  # transformers computes the loss in float32
+def test_stages_train_as_one_process(four_ranks, name, shape, options):
+    """Losses and norms of ten steps of AdamW; copies of all experts everywhere from the second on."""
+    assert apart(four_ranks.run(staged, name, shape, options)) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("SwitchTransformersForConditionalGeneration", "decoder.block.1.layer.2.mlp.router"),
+        ("NllbMoeForConditionalGeneration", "model.encoder.layers.0.ffn.router"),
+    ],
+)
+def test_routers_that_drop_tokens_are_refused_by_name(kind, where):
+    twin = dropping(kind)
+    with pytest.raises(UsageError, match=f"{where} of {kind} drops tokens over a capacity"):
+        require_balanced(twin, {})
 
 
 @pytest.mark.parametrize(
