@@ -41,6 +41,7 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size
+from oases.execution.wire import WireType, wire_type
 from oases.parallel.expert_groups import EXPERT_MODES
 from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
@@ -127,7 +128,8 @@ def parallelize(
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
-    balanced = _expert_options(model, mesh, steps, group, experts, expert_parallel, placement, compile)
+    wire = stack_options.get("wire_dtype", None if plan is None or plan.wire == "none" else plan.wire)
+    balanced = _expert_options(model, mesh, steps, group, experts, expert_parallel, placement, compile, wire)
     found, outside_reads = signatures_of(model, twin, inputs, names, spec, plan, tp, options, balanced)
     hooks = ModelHooks(model, group)
     stages = None
@@ -193,6 +195,7 @@ def _expert_options(
     degree: int | None,
     placement: str,
     compile: str | None,
+    wire: WireType | None,
 ) -> ExpertOptions | None:
     """Options of balanced experts; None where they are summed. UsageError for what does not go with them."""
     if experts not in EXPERT_MODES:
@@ -203,7 +206,14 @@ def _expert_options(
         return None
     if compile is not None:
         raise UsageError("experts='balanced' does not run with compile; leave one of them out")
-    found = expert_options(mesh, None if steps is None else steps.mesh, group, degree, placement)
+    found = expert_options(
+        mesh,
+        None if steps is None else steps.mesh,
+        group,
+        degree,
+        placement,
+        None if wire == AUTO_LOSSY else wire_type(wire),
+    )
     if steps is not None and steps.shards and found.groups.degree != group_size(group):
         raise UsageError(
             f"experts='balanced': fsdp and zero with stages shard over replicas, and expert_parallel "

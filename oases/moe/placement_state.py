@@ -14,10 +14,11 @@ from torch import Tensor
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.moe.costs import Costs
+from oases.moe.dispatch import ExpertCounts
 from oases.moe.forecast import Planner
 from oases.moe.placement_data import Integers, Placement, owner_only, owner_ranks
 from oases.moe.recomputation import ForwardPass, OpenPasses, RoutingState
-from oases.moe.router import Router
+from oases.moe.router import Router, Routing
 
 METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
 
@@ -42,6 +43,20 @@ class MoEStatistics:
     expert_bytes: int
     balance_loss: Tensor | None
     z_loss: Tensor | None
+
+
+def statistics_of(
+    demand: ExpertCounts, placement: Placement, routing: Routing, token_bytes: int, expert_bytes: int
+) -> MoEStatistics:
+    """Statistics of a forward pass."""
+    counts = demand.counts
+    devices = counts.shape[1]
+    loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
+    at_home = counts.reshape(devices, -1).sum(1)
+    return MoEStatistics(
+        counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped, token_bytes,
+        expert_bytes, routing.balance_loss, routing.z_loss,
+    )  # fmt: skip
 
 
 def numbered(name: str, group: ProcessGroup | None) -> str:

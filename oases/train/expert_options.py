@@ -10,7 +10,7 @@ from oases.models.moe_gpt import MoEGPTConfig
 from oases.moe.placement_state import METHODS
 from oases.moe.router import GATES
 from oases.parallel.expert_groups import EXPERT_MODES
-from oases.plans.shape import Experts
+from oases.plans.shape import WIRES, Experts
 from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES
 from oases.train.model_options import ModelOptions, option, require_known
@@ -18,7 +18,7 @@ from oases.train.model_options import ModelOptions, option, require_known
 AUTO_SCHEDULE = "auto"
 """Value of `expert_schedule` that selects the schedule by the placement."""
 _WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "sequence_parallel": (False,), "schedule": ("oases", AUTO_SCHEDULE), "wire_dtype": ("none",)
+    "sequence_parallel": (False,), "schedule": ("oases", AUTO_SCHEDULE), "wire_dtype": WIRES,
 }  # fmt: skip
 """Values of options for dense blocks in a mixture-of-experts model: their defaults, of older versions too."""
 

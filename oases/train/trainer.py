@@ -361,7 +361,7 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
     rows = plan.model.vocabulary
     if plan.experts is not None:
         mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
-        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
+        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))

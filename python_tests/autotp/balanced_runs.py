@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases.autotp.balanced import balanced_modules
-from oases.execution.group import group_of
+from oases.execution.group import group_of, scheduler_of
 from oases.moe.placement_data import Placement, owner_only
 from oases.parallel.sharding import cuts, holders
 
@@ -146,6 +146,23 @@ def staged(name, shape, options):
     options = {"experts": "balanced", **options}
     with patch.object(torch.Tensor, "float", lambda x, **options: x.to(torch.float64, **options)):
         return trained_in_stages(name, shape, options, 2, 10, prepare=in_float64, before=place)
+
+
+def on_wires(name, dims, wires):
+    """Loss of a step with each wire_dtype, and bytes of its all-to-alls."""
+    losses, sent = [], []
+    for wire in wires:
+        model = build(name)
+        oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", placement="none", wire_dtype=wire)
+        scheduler = scheduler_of(group_of(next(balanced_modules(model))[1].groups.expert))
+        scheduler.reset_totals()
+        data = batch(name)
+        loss = loss_of(model(**data), data)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        totals = scheduler.totals()
+        sent.append(sum(row.bytes for label, row in totals.items() if label.startswith(("dispatch", "combine"))))
+    return losses, sent
 
 
 def dropping(kind):

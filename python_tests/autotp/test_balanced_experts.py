@@ -3,7 +3,16 @@
 import pytest
 import torch
 import transformers
-from autotp.balanced_runs import dropping, loss_of, refused, saved_and_loaded, staged, trained, unevenly_split
+from autotp.balanced_runs import (
+    dropping,
+    loss_of,
+    on_wires,
+    refused,
+    saved_and_loaded,
+    staged,
+    trained,
+    unevenly_split,
+)
 from autotp.staged import apart
 from autotp.zoo import batch
 
@@ -108,6 +117,13 @@ def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, ch
     for error in two_ranks.run(refused, name, {"tp": 2}, options, changed):
         assert error.startswith("UsageError")
         assert why in error
+
+
+def test_tokens_on_a_wire(two_ranks):
+    """Tokens are sent in the type of the stack's sums; without tensor parallelism they alone are."""
+    for losses, sent in two_ranks.run(on_wires, "mixtral", {"dp": 2, "tp": 1}, (None, "int8")):
+        assert 0 < abs(losses[1] / losses[0] - 1) < 0.01
+        assert sent[1] < 0.3 * sent[0]
 
 
 def test_batches_that_are_split_differently_raise(two_ranks):

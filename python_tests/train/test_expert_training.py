@@ -254,7 +254,7 @@ def test_dropped_slots_are_told(corpus):
     [
         ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
         ({"schedule": "sync"}, "schedule 'sync' and experts 4"),
-        ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
+        ({"wire_dtype": "auto:lossy"}, "wire_dtype 'auto:lossy' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
