@@ -79,9 +79,9 @@ MESHES = [  # pp, dp, tp
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        pytest.param(name, *mesh, marks=() if name == "mixtral" and mesh == MESHES[0] else SLOW)
+        pytest.param(name, *mesh, marks=() if name == "mixtral" and number == 0 else SLOW, id=f"{name}-mesh{number}")
         for name in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-        for mesh in MESHES
+        for number, mesh in enumerate(MESHES)
     ],
 )
 def test_stages_train_as_one_process(four_ranks, name, shape, options):

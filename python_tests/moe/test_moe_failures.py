@@ -103,7 +103,7 @@ def test_layers_called_in_another_order_raise(two_ranks, training):
 
 
 def check_modes():
-    """Of a router and counts alone, without the layer's own comparison of modes."""
+    """Digests of both modes, without the layer's own comparison of them."""
     layer = OverlappedMoE(HIDDEN, WIDTH, 4, costs=COSTS)
     settings = [layer._placement_state.setting(layer.router)]
     return [layer._placement_state.state(settings, training=training) for training in (True, False)]
