@@ -70,7 +70,7 @@ LIMITS: dict[str, Limit] = {
     "max_restarts": Limit(0, 10**6),
     "timeout": Limit(0.0, 1e6),
     # Ranks.
-    **dict.fromkeys(("tp", "dp", "pp", "data", "pipeline", "tensor", "stages", "degrees"), _RANKS),
+    **dict.fromkeys(("tp", "dp", "pp", "data", "pipeline", "tensor", "stages", "degrees", "expert_parallel"), _RANKS),
     "nodes": Limit(0, 2**16),
     **dict.fromkeys(("world", "ranks_per_node"), Limit(0, 10**7)),
     "memory": Limit(0, 2**60),

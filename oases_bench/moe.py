@@ -1,4 +1,5 @@
-"""Steps of blocks of experts under every way of placing them, beside what their costs say, with skewed and even load.
+"""Steps of blocks of experts under every way of placing them, beside what their costs say, with skewed, recorded and
+even load.
 
 Compute is emulated by sleeps in proportion to the tokens (`oases_bench.timed_block`), so more ranks than cores can
 run; tokens, parameters and gradients are really sent. The link is measured first; the planner gets these costs.
@@ -7,7 +8,6 @@ run; tokens, parameters and gradients are really sent. The link is measured firs
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,22 +16,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import RenderableType
-from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
-from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import handling_seconds
 from oases.moe.costs import Costs
-from oases.moe.experts import ExpertWeights
-from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Integers, make_placement, owner_ranks
-from oases.moe.router import Router, Routing
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
 from oases.train.config import option, settings
-from oases.train.load_replay import METHODS, PLACEMENT_METHODS, PlacementMethod, rb
+from oases.train.load_replay import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
 from oases.train.model_options import require_bytes
 from oases_bench.harness import (
     BenchConfig,
@@ -46,89 +41,21 @@ from oases_bench.harness import (
     timed_step,
     times,
 )
-from oases_bench.timed_block import sleep_until
+from oases_bench.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
 
 
-class ForcedRouter(Router):
-    """Router with prescribed choices. Weights are its gates of the chosen experts."""
-
-    counts: Tensor | None = None
-    """int64 [E]: slots of the next call for each expert; they sum up to T k. None: the router's own choice."""
-
-    def forward(self, x: Tensor, *, bias: Tensor | None = None) -> Routing:
-        """See `Router`."""
-        if self.counts is None:
-            return super().forward(x, bias=bias)
-        slots = torch.arange(self.num_experts).repeat_interleave(self.counts)
-        # Side by side in this order a token would meet one expert several times; a column is one k-th of the slots.
-        experts = slots.view(self.top_k, len(x)).t().contiguous()
-        gates = (x.float() @ self.weight.float().t()).softmax(-1)
-        weights = gates.gather(1, experts)
-        demand = histogram(experts, self.num_experts)
-        return Routing(experts, weights, demand, demand, None, None, None, ~weights.isfinite().all())
-
-
-class TimedMoE(OverlappedMoE):
-    """OverlappedMoE whose experts take `token_seconds` a token forward, and `backward` times that backward."""
-
-    def __init__(self, *sizes: int, token_seconds: float, backward: float, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.token_seconds, self.backward_times = token_seconds, backward
-        self.router.__class__ = ForcedRouter
-
-    def compute(self, rows: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
-        """rows * the mean of the first numbers of each expert's weights, after the wait."""
-        seconds = self.token_seconds * len(rows)
-        result: Tensor = _Timed.apply(rows, seconds, self.backward_times * seconds, counts, *weights.given)
-        return result
-
-
-class TimedExpertBlock(nn.Module):
-    """A block for an `ExpertStack`: a wait in the place of attention, then timed experts."""
-
-    def __init__(self, experts: TimedMoE, non_expert_seconds: float, backward: float) -> None:
-        super().__init__()
-        self.experts = experts
-        self.gain = nn.Parameter(torch.ones(1))
-        self.seconds, self.backward_times = non_expert_seconds, backward
-
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The wait."""
-        x = _Timed.apply(x, self.seconds, self.backward_times * self.seconds, [len(x)], self.gain)
-        return x, x
-
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual."""
-        return x + y
-
-
-class _Timed(torch.autograd.Function):
-    """rows times a number of each weight, as long as it is told to take."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, forward: float, backward: float, counts: list[int], *weights: Tensor
-    ) -> Tensor:
-        start = time.perf_counter()
-        gain = torch.stack([weight.flatten()[:1].mean() for weight in weights]).mean() if len(weights[0]) else 1.0
-        ctx.seconds, ctx.gain = backward, gain
-        ctx.save_for_backward(*weights)
-        y = rows * gain
-        sleep_until(start + forward)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        start = time.perf_counter()
-        found = [torch.zeros_like(weight) for weight in ctx.saved_tensors]
-        y = grad * ctx.gain
-        sleep_until(start + ctx.seconds)
-        return y, None, None, None, *found
+def _rescaled(counts: Integers, slots: int) -> Integers:
+    """Counts [expert, rank] in proportion, with a sum of `slots` for each rank; even for a rank without any."""
+    parts = np.where(counts.sum(0) == 0, 1, counts).astype(np.float64)
+    exact = parts * (slots / parts.sum(0))
+    found = np.floor(exact).astype(np.int64)
+    for rank, missing in enumerate((slots - found.sum(0)).tolist()):
+        found[np.argsort(found[:, rank] - exact[:, rank], kind="stable")[:missing], rank] += 1
+    return found
 
 
 _BACKWARD = 2.0
 """Seconds of a backward pass, in forward passes."""
-_LOADS = ("skewed", "even")
 _TIMES = 5
 
 
@@ -143,7 +70,14 @@ ABLATION = {
 class ExpertsBenchConfig(BenchConfig):
     """The blocks, their loads, and the device that compute is emulated for."""
 
-    methods: str = option(",".join(METHODS), f"placements to measure, of {', '.join(METHODS)}, comma-separated")
+    methods: str = option(
+        ",".join(PLACEMENT_METHODS), f"placements to measure, of {', '.join(PLACEMENT_METHODS)}, comma-separated"
+    )
+    trace: str | None = option(
+        None,
+        "also measure the loads of a training's last steps, recorded by oases train --record-loads",
+        metavar="FILE",
+    )
     ablation: bool = option(True, "the parts of prophet one by one, too")
     blocks: int = option(4, "blocks of experts")
     experts: int = option(16, "experts of a block")
@@ -188,15 +122,46 @@ class ExpertsBenchConfig(BenchConfig):
             f"{self.blocks} blocks of {self.experts} experts",
         )
         self.contestants()
+        if self.trace is not None:
+            self.recorded(ranks)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of loads."""
+        return ("skewed", *(() if self.trace is None else ("recorded",)), "even")
+
+    def recorded(self, ranks: int) -> list[list[Integers]]:
+        """Each block's counts [expert, rank] in the trace's last steps, by step, for this number of tokens.
+
+        Blocks have the trace's layers in turns. UsageError for a trace of other sizes, or too few steps.
+        """
+        assert self.trace is not None
+        loads, steps = list(read_loads(self.trace).values()), self.warmup + self.iterations
+        where = f"--trace {self.trace}"
+        experts, devices = next(iter(loads[0].values())).shape
+        if (experts, devices) != (self.experts, ranks):
+            raise UsageError(
+                f"{where} has {experts} experts on {devices} ranks; give --experts {experts} and as many ranks"
+            )
+        if len(loads) < steps:
+            raise UsageError(f"{where} has {len(loads)} steps; lower --warmup and --iterations, together {steps}")
+        found = []
+        for by_layer in loads[-steps:]:
+            layers = [_rescaled(counts, self.tokens * self.top_k) for counts in by_layer.values()]
+            found.append([layers[block % len(layers)] for block in range(self.blocks)])
+        return found
 
     def contestants(self) -> dict[str, PlacementMethod]:
         """By name. UsageError for an unknown one."""
-        found = {name: PLACEMENT_METHODS[name] for name in self.parse_list("methods", METHODS)}
+        found = {name: PLACEMENT_METHODS[name] for name in self.parse_list("methods", PLACEMENT_METHODS)}
         return found | (ABLATION if self.ablation else {})
 
     def loads(self, ranks: int, kind: str) -> Iterator[list[Integers]]:
         """Yield, for each step, each block's counts [expert, rank]."""
         slots = self.tokens * self.top_k
+        if kind == "recorded":
+            yield from self.recorded(ranks)
+            return
         if kind == "even":
             base = np.full((self.experts, ranks), slots // self.experts, dtype=np.int64)
             base[: slots % self.experts] += 1
@@ -339,8 +304,8 @@ def run_experts_bench(config: ExpertsBenchConfig, ranks: Ranks, shows: bool) -> 
     result: Result = {"config": named | {"ranks": size}, "costs": settings(costs)}
     errors = []
     rounds = config.warmup + config.iterations
-    with progress("steps", len(_LOADS) * rounds, shows and first_rank()) as advance:
-        for at, kind in enumerate(_LOADS):
+    with progress("steps", len(config.kinds) * rounds, shows and first_rank()) as advance:
+        for at, kind in enumerate(config.kinds):
             runs = {name: _Run(config, who, costs) for name, who in config.contestants().items()}
             loads = config.loads(size, kind)
             for done in range(rounds):
@@ -372,7 +337,8 @@ def shown(result: Result) -> Iterator[RenderableType]:
             signed_percent(row["prediction_error"]), times(row.get("speedup")), f"{row['balance_degree']:.0f}",
             f"{row['rb']:.2f}", f"{row['copies']:.1f}",
         )
-        for kind in _LOADS
+        for kind in ("skewed", "recorded", "even")
+        if kind in result
         for name, row in (*result[kind].items(), *parts.get(kind, {}).items())
     ]  # fmt: skip
     yield table(_COLUMNS, rows, words=2)
@@ -380,7 +346,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
 
 BENCHMARK = Benchmark(
     "moe",
-    "blocks of experts, placed in every way, with skewed and with even load",
+    "blocks of experts, placed in every way, with skewed, recorded and even load",
     ExpertsBenchConfig(),
     run_experts_bench,
     shown,

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
+from oases.parallel.expert_groups import EXPERT_MODES
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
@@ -49,6 +50,12 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         None, "benchmark the layers of an unedited model: a config.json of transformers, or a folder with one"
     )
     beside_gpt: bool = option(False, "with --model: also run the built-in GPT of the same sizes")
+    experts_mode: str = option(
+        "sharded",
+        "with --model: experts as in oases.parallelize(experts=); the all-to-all of balanced ones counts as compute, "
+        "since their layer waits for it",
+        EXPERT_MODES,
+    )
     ratio: str = option(
         "",
         "comma-separated ratios of communication to compute, e.g. 2,1,0.5: measure at each, behind a link whose rate "
@@ -68,6 +75,8 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
                 )
         if self.beside_gpt and self.model is None:
             raise UsageError("--beside-gpt runs the built-in GPT beside a model; give it with --model")
+        if self.experts_mode != "sharded" and self.model is None:
+            raise UsageError(f"--experts-mode {self.experts_mode} is of a model's experts; give it with --model")
 
     @property
     def ratios(self) -> list[float]:
@@ -145,10 +154,10 @@ def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: flo
     benches = [bench_of(config, group)]
     rate = None if ratio is None else set_ratio(benches[0], ratio)
     if config.beside_gpt:
-        benches.append(bench_of(replace(config, model=None, beside_gpt=False), group))
+        benches.append(bench_of(replace(config, model=None, beside_gpt=False, experts_mode="sharded"), group))
     results = measured(benches, shows)
     for result in results:
-        result["config"] |= {name: named[name] for name in ("model", "beside_gpt", "peers")}
+        result["config"] |= {name: named[name] for name in ("model", "beside_gpt", "experts_mode", "peers")}
     found = results[0] if ratio is None else results[0] | {"ratio": ratio, "link": rate}
     if config.beside_gpt:
         found["gpt"] = results[1]

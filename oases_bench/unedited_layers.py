@@ -49,7 +49,7 @@ class UneditedLayers:
         model = configured_model(data, config.dtype, device="cpu").to(config.device).eval()
         whole = sum(parameter.numel() for parameter in model.parameters())
         inputs = _inputs(model, config)
-        self.model = parallelize(model, mesh=group, schedule="oases")
+        self.model = parallelize(model, mesh=group, schedule="oases", experts=config.experts_mode)
         self.runner = _runner(self.model)
         self.stack = self.runner.stack
         self.number = len(self.runner.layers)

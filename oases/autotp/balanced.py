@@ -24,6 +24,7 @@ from oases.autotp.experts import ExpertMlp
 from oases.errors import UsageError
 from oases.execution.failure import FailureMonitor, fail_together, monitor_of
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.execution.wire import WireType
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
@@ -57,18 +58,19 @@ BalancedMlp = tuple[ExpertMlp, int]
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Options of balanced experts. groups: of this rank. placement: as in `OverlappedMoE`."""
+    """Options of balanced experts. groups: of this rank. placement, wire: as in `OverlappedMoE`."""
 
     groups: ExpertGroups
     placement: str = "prophet"
+    wire: WireType | None = None
 
 
 @dataclass
 class BalancedExperts:
     """State of one expert module. module: the model's own. mlp: its function. number: of all experts.
 
-    tensor: name of the tensor-parallel group. known: measured costs by sizes, shared by the modules of a model.
-    counts: of the last call, [expert, device].
+    tensor: name of the tensor-parallel group. wire: type in which tokens are sent. known: measured costs by sizes,
+    shared by the modules of a model. counts: of the last call, [expert, device].
     """
 
     name: str
@@ -79,6 +81,7 @@ class BalancedExperts:
     tensor: str
     placing: PlacementState
     known: dict[Any, Costs]
+    wire: WireType | None
     counts: Any = field(default=None, repr=False)
 
     def place(self, placement: Placement | None) -> None:
@@ -110,14 +113,15 @@ class BalancedExperts:
         faulty = ((index < 0) | (index >= self.number)).any()
         routing = Routing(index, weights, counts, counts, None, None, None, faulty)
         setting = self.placing.setting(None)
-        demand = exchange_counts([routing], group, state=self.placing.state([setting]), label=self.name)
+        state = self.placing.state([setting], training=self.module.training)
+        demand = exchange_counts([routing], group, state=state, label=self.name)
         plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
         transfer = pending = None
         if setting.placement.moved:
             assert group is not None, "one device has no replicas"
             transfer = Transfer(experts, setting.placement, group, self.name)
             pending = transfer.send(experts)
-        dispatched = dispatch(x.to(dtype), routing, plan, group, self.name)
+        dispatched = dispatch(x.to(dtype), routing, plan, group, self.name, self.wire)
         if learns:
             self._observe(demand)
         rows = dispatched.wait()
@@ -129,7 +133,7 @@ class BalancedExperts:
             done = self.mlp.run(at_home, own, experts)
             copies, number = transfer.receive(pending)
             made = tie(torch.cat([done, self.mlp.run(copied, others, copies)]), number)
-        exchange, coming = start_combine(made, plan, group, self.name)
+        exchange, coming = start_combine(made, plan, group, self.name, self.wire)
         return combined(exchange.receive(coming), dispatched.source, routing)
 
     def _begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
@@ -138,7 +142,7 @@ class BalancedExperts:
             sizes = (self.mlp, *((each.shape, each.dtype) for each in experts.given))
             if sizes not in self.known:
                 self.known[sizes] = measure_costs(
-                    experts, slots // self.number, self.mlp.run, group, self.name, hidden
+                    experts, slots // self.number, self.mlp.run, group, self.name, hidden, self.wire
                 )
             placing.costs = self.known[sizes]
         placing.begin(None, None)
@@ -193,8 +197,8 @@ def attach_states(model: nn.Module, found: dict[str, BalancedMlp], options: Expe
     for name, (mlp, number) in found.items():
         module = model.get_submodule(name)
         if _STATE not in vars(module):
-            placing = PlacementState(number, groups.degree, options.placement, None, None)
-            state = BalancedExperts(name, module, mlp, number, groups, tensor, placing, known)
+            placing = PlacementState(number, groups.degree, options.placement, None, None, f"{name} {options.wire}")
+            state = BalancedExperts(name, module, mlp, number, groups, tensor, placing, known, options.wire)
             object.__setattr__(module, _STATE, state)
 
 
@@ -224,7 +228,12 @@ def require_balanced(twin: nn.Module, collections: dict[str, Any]) -> None:
 
 
 def expert_options(
-    mesh: Any, stage: Mesh | None, group: ProcessGroup | None, degree: int | None, placement: str
+    mesh: Any,
+    stage: Mesh | None,
+    group: ProcessGroup | None,
+    degree: int | None,
+    placement: str,
+    wire: WireType | None,
 ) -> ExpertOptions:
     """Options of balanced experts of a mesh. Collective: creates the groups.
 
@@ -245,4 +254,4 @@ def expert_options(
         stages = [mesh.mesh.permute(known).flatten().tolist()]
     else:
         stages = [[0] if group is None else dist.get_process_group_ranks(group)]
-    return ExpertOptions(expert_groups(stages, group_size(group), degree), placement)
+    return ExpertOptions(expert_groups(stages, group_size(group), degree), placement, wire)

@@ -42,7 +42,8 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size
-from oases.execution.wire import quantised_type
+from oases.execution.wire import WireType, quantised_type, wire_type
+from oases.parallel.expert_groups import EXPERT_MODES
 from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import require_dtype, set_needs
@@ -131,7 +132,8 @@ def parallelize(
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
-    balanced = _expert_options(model, mesh, steps, group, plan, experts, expert_parallel, placement, compile)
+    wire = stack_options.get("wire_dtype", None if plan is None or plan.wire == "none" else plan.wire)
+    balanced = _expert_options(model, mesh, steps, group, experts, expert_parallel, placement, compile, wire)
     found, outside_reads = signatures_of(model, twin, inputs, names, spec, plan, tp, options, balanced)
     hooks = ModelHooks(model, group)
     stages = None
@@ -192,23 +194,29 @@ def _expert_options(
     mesh: Any,
     steps: PipelineOptions | None,
     group: ProcessGroup | None,
-    plan: Plan | None,
     experts: str,
     degree: int | None,
     placement: str,
     compile: str | None,
+    wire: WireType | None,
 ) -> ExpertOptions | None:
     """Options of balanced experts; None where they are summed. UsageError for what does not go with them."""
-    if experts not in ("sharded", "balanced"):
-        raise UsageError(f"unknown experts {experts!r}; known are 'sharded' and 'balanced'")
+    if experts not in EXPERT_MODES:
+        raise UsageError(f"unknown experts {experts!r}; known are {', '.join(EXPERT_MODES)}")
     if experts == "sharded":
         if degree is not None or placement != "prophet":
             raise UsageError("expert_parallel and placement are options of experts='balanced'; give that, too")
         return None
-    for what, given in (("a plan", plan is not None), ("compile", compile is not None)):
-        if given:
-            raise UsageError(f"experts='balanced' does not run with {what}; leave one of them out")
-    found = expert_options(mesh, None if steps is None else steps.mesh, group, degree, placement)
+    if compile is not None:
+        raise UsageError("experts='balanced' does not run with compile; leave one of them out")
+    found = expert_options(
+        mesh,
+        None if steps is None else steps.mesh,
+        group,
+        degree,
+        placement,
+        None if wire == AUTO_LOSSY else wire_type(wire),
+    )
     if steps is not None and steps.shards and found.groups.degree != group_size(group):
         raise UsageError(
             f"experts='balanced': fsdp and zero with stages shard over replicas, and expert_parallel "

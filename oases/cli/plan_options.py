@@ -42,9 +42,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the cluster options."""
     parser.add_argument(
-        "--cluster", metavar="COUNTxNAME",
-        help=f"cluster, such as 64x3090, of which up to {ONE_NODE} devices are one node; names: "
-        f"{', '.join(known_clusters())}",
+        "--cluster", metavar="[NODESx]COUNTxNAME",
+        help=f"cluster, such as 64x3090, of which up to {ONE_NODE} devices are one node, or 2x8x3090, 2 nodes of 8; "
+        f"names: {', '.join(known_clusters())}",
     )  # fmt: skip
     parser.add_argument(
         "--profile", metavar="FILE",

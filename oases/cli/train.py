@@ -39,6 +39,7 @@ _NOT_OF_DEMO = (
     "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
     "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
     "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
+    "experts_mode", "expert_parallel",
 )  # fmt: skip
 
 

@@ -346,15 +346,17 @@ class ExpertWork:
     # --- tokens: dispatched after N and combined after E, gradients in reverse ---
 
     def _send_N(self, step: Step) -> None:  # noqa: N802
-        state, name = self._states[step.block], self._layers[step.block].name
+        state, layer = self._states[step.block], self._layers[step.block]
         assert state.plan is not None
-        state.dispatch = AllToAll(self._group, state.plan.sent, state.plan.received, f"dispatch of {name}")
+        sent, received = state.plan.sent, state.plan.received
+        state.dispatch = AllToAll(self._group, sent, received, f"dispatch of {layer.name}", layer.wire_dtype)
         _send(state, state.dispatch)
 
     def _send_E(self, step: Step) -> None:  # noqa: N802
-        state, name = self._states[step.block], self._layers[step.block].name
+        state, layer = self._states[step.block], self._layers[step.block]
         assert state.plan is not None
-        state.combine = AllToAll(self._group, state.plan.received, state.plan.sent, f"combine of {name}")
+        sent, received = state.plan.received, state.plan.sent
+        state.combine = AllToAll(self._group, sent, received, f"combine of {layer.name}", layer.wire_dtype)
         _send(state, state.combine)
 
     def _send_BN(self, step: Step) -> None:  # noqa: N802

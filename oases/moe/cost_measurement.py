@@ -13,7 +13,9 @@ import torch
 
 from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.execution.wire import WireType
 from oases.moe.costs import Costs
+from oases.moe.dispatch import wire_bytes
 from oases.moe.experts import ExpertWeights, compute
 from oases.moe.placement_data import Placement, owner_only
 from oases.moe.transfer import Transfer
@@ -30,12 +32,14 @@ Run = Callable[[torch.Tensor, list[int], ExpertWeights], torch.Tensor]
 
 @torch.no_grad()
 def measure_costs(
-    weights: ExpertWeights, tokens: int, run: bool | Run, group: ProcessGroup, label: str, hidden: int = 0
-) -> Costs:
+    weights: ExpertWeights, tokens: int, run: bool | Run, group: ProcessGroup, label: str, hidden: int = 0,
+    wire: WireType | None = None,
+) -> Costs:  # fmt: skip
     """Costs of a layer without overlap: medians of a few runs, averaged over the ranks, so equal on all.
 
     weights: of the owned experts. tokens: per owned expert in a call of this rank. run: whether the experts are
     gated, or their function, as `compute` with rows, counts and weights. hidden: length of a token; 0: as `up` tells.
+    wire: type in which tokens are sent; None: their own.
     """
     like = weights.up
     size, hidden = group_size(group), hidden or like.shape[2]
@@ -76,7 +80,7 @@ def measure_costs(
     bandwidth = max(each_way, rate(BYTES / 2, alone))
     costs = Costs(
         token_seconds=token,
-        token_bytes=hidden * like.element_size(),
+        token_bytes=hidden * wire_bytes(like.dtype, wire),
         expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
         bandwidth=bandwidth,
         both_ways=2 * each_way,

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.execution.wire import WireType, add_wire
 from oases.kernels import permute as kernels
 from oases.moe.placement_data import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
+from oases.plans.shape import WIRE_BYTES
 
 
 class RoutingError(RuntimeError):
@@ -95,8 +97,9 @@ def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
     differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
     if differing:
         raise RoutingError(
-            f"{label}: rank {differing[0]} has another forward pass or placement than rank 0; all ranks must "
-            "call the layer equally often, in the same mode, with the same costs and placement"
+            f"{label}: rank {differing[0]} has another layer, forward pass, mode or placement than rank 0; all ranks "
+            "must call the same layers equally often, in the same order and mode, with the same costs and placement. "
+            "Batches of different sizes may be split into different numbers of sub-batches: give sub_batches=1 then"
         )
     by_rank = found[:, :-2].reshape(size, candidates, -1)
     return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
@@ -219,13 +222,26 @@ def ungrouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
 class AllToAll:
     """All-to-all of rows over a group, and its reverse for their gradients.
 
-    sent, received: rows to and from each rank. Without a group rows are returned as they are.
+    sent, received: rows to and from each rank. wire: type in which rows and gradients are sent, as `wire_type` gives
+    it, equal on all ranks; None for their own. Without a group rows are returned as they are.
     """
 
-    def __init__(self, group: ProcessGroup | None, sent: list[int], received: list[int], label: str) -> None:
-        self._scheduler = scheduler_of(group) if group is not None and group_size(group) > 1 else None
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        sent: list[int],
+        received: list[int],
+        label: str,
+        wire: WireType | None = None,
+    ) -> None:
+        self._scheduler: Any = None
+        self._dtype, self._code = (None, {"wire": wire}) if isinstance(wire, str) else (wire, {})
+        if group is not None and group_size(group) > 1:
+            if isinstance(wire, str):
+                add_wire(group, wire)
+            self._scheduler = scheduler_of(group)
         self._sent, self._received, self._label = sent, received, label
-        self._under_way: tuple[Any, Tensor] | None = None
+        self._under_way: tuple[Any, Tensor, torch.dtype] | None = None
 
     @property
     def travels(self) -> bool:
@@ -247,21 +263,20 @@ class AllToAll:
         """
         assert self._scheduler is not None
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
-        coming = rows.new_empty((sum(received), rows.shape[1]))
+        going = rows.detach().to(self._dtype or rows.dtype).contiguous()
+        coming = going.new_empty((sum(received), rows.shape[1]))
         label = f"{self._label}, gradients" if back else self._label
-        self._under_way = (
-            self._scheduler.all_to_all(coming, rows.detach().contiguous(), sent, received, label),
-            coming,
-        )
+        ticket = self._scheduler.all_to_all(coming, going, sent, received, label, **self._code)
+        self._under_way = ticket, coming, rows.dtype
         return rows.new_zeros(()).expand(rows.shape if back else coming.shape)
 
     def finish(self) -> Tensor:
-        """Wait for the last start."""
+        """Wait for the last start; the result has the type of what was sent."""
         assert self._scheduler is not None
         assert self._under_way is not None, "send comes before receive"
-        (ticket, coming), self._under_way = self._under_way, None
+        (ticket, coming, dtype), self._under_way = self._under_way, None
         self._scheduler.wait(ticket)
-        return coming
+        return coming.to(dtype)
 
 
 class _Send(torch.autograd.Function):
@@ -300,10 +315,17 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def dispatch(x: Tensor, routing: Routing, plan: DispatchPlan, group: ProcessGroup | None, label: str) -> Dispatched:
-    """Permute rows and start the all-to-all; see `Dispatched`."""
+def dispatch(
+    x: Tensor,
+    routing: Routing,
+    plan: DispatchPlan,
+    group: ProcessGroup | None,
+    label: str,
+    wire: WireType | None = None,
+) -> Dispatched:
+    """Permute rows and start the all-to-all; see `Dispatched`. wire: see `AllToAll`."""
     rows, source = permuted(x, routing, plan)
-    exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}")
+    exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}", wire)
     return Dispatched(exchange, exchange.send(rows), source, plan)
 
 
@@ -322,15 +344,20 @@ class Dispatched:
 
 
 def start_combine(
-    rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str
+    rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str, wire: WireType | None = None
 ) -> tuple[AllToAll, Tensor]:
     """Start to send rows by held expert back to their tokens' ranks; pass the tensor to the exchange's `receive`."""
-    exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}")
+    exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}", wire)
     return exchange, exchange.send(ungrouped(rows, plan))
 
 
-def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: int) -> int:
+def wire_bytes(dtype: torch.dtype, wire: WireType | None) -> float:
+    """Bytes in which a number of this dtype is sent; quantised, with its part of a block's scale."""
+    return WIRE_BYTES[wire] if isinstance(wire, str) else (wire or dtype).itemsize
+
+
+def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: float) -> int:
     """Bytes that this rank sends to others in one forward pass, for dispatch and combine."""
     mine = group_rank(group)
     rows = sum(plan.sent) - plan.sent[mine] + sum(plan.received) - plan.received[mine]
-    return rows * row_bytes
+    return round(rows * row_bytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
@@ -26,6 +25,7 @@ from oases.execution.group import (
     refuse_capture,
     resolve,
 )
+from oases.execution.wire import WireType, wire_type
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
@@ -39,10 +39,11 @@ from oases.moe.dispatch import (
     exchange_counts,
     start_combine,
     start_counts,
+    wire_bytes,
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.placement_data import Placement
-from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState
+from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState, numbered, statistics_of
 from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
@@ -62,8 +63,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
     gate. gate, normalised (None: where top_k is above 1), scale, balance_weight, z_weight, bias_update_rate,
     capacity_factor: see `Router`. load_group: ranks whose load moves the router's bias, where the whole group is
     replicated; default: process_group. tensor_group: tensor-parallel ranks, with equal inputs and outputs; each
-    computes a share of the tokens. All of them are in process_group, or this rank alone is. device, dtype: of the
-    parameters.
+    computes a share of the tokens. All of them are in process_group, or this rank alone is. wire_dtype: type in which
+    tokens and their gradients are sent, see `oases.execution.wire.wire_type`. device, dtype: of the parameters.
 
     Replicated parameters (router, shared expert) are broadcast at the start, and their gradients are local: average
     them over the ranks, as for any data parallelism. An expert's gradient at its owner is the sum over all tokens of
@@ -96,6 +97,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         memory_budget: float | None = None,
         load_group: ProcessGroup | None = None,
         tensor_group: ProcessGroup | None = None,
+        wire_dtype: WireType | None = None,
         name: str = "MoE layer",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -107,7 +109,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
             raise UsageError(f"{name}: shared_intermediate must be at least 0, got {shared_intermediate}")
         if memory_budget is not None and not memory_budget >= 0:
             raise UsageError(f"{name}: memory_budget must be at least 0 bytes, got {memory_budget}")
-        self.hidden, self.name = hidden, name
+        self.hidden, self.name, self.wire_dtype = hidden, name, wire_type(wire_dtype)
         self.process_group = group = resolve(process_group)
         self._load_group = group_name(load_group if load_group is not None else group)
         self._tensor_group = group_name(tensor_group)
@@ -126,7 +128,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
             if shared_intermediate
             else None
         )
-        self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget)
+        key = f"{numbered(name, group)} {self.wire_dtype}"
+        self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget, key)
         self.last: MoEStatistics | None = None
         """Statistics of the last forward pass, recomputations excluded."""
         self._recorder: tuple[Recorder, int] | None = None
@@ -147,7 +150,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
     def from_whole(cls, whole: OverlappedMoE, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
         """This rank's part of a layer that every rank holds in full, without a new random draw.
 
-        options: placement, costs, memory_budget, load_group, tensor_group and name of the new layer.
+        options: placement, costs, memory_budget, load_group, tensor_group, wire_dtype and name of the new layer.
         """
         router, shared = whole.router, whole.shared
         with torch.device("meta"):
@@ -226,12 +229,12 @@ class OverlappedMoE(FailsTogether, nn.Module):
             assert group is not None, "one device has no replicas"
             transfer = Transfer(weights, setting, group, self.name)
             pending = transfer.send(weights)
-        dispatched = dispatch(tokens, routing, plan, group, self.name)
+        dispatched = dispatch(tokens, routing, plan, group, self.name, self.wire_dtype)
         if opened is not None and opened.counts is None:  # during the dispatch, but not in a recomputation
             self._observe(opened, demand, routing)
         shared = self._shared(tokens, tensor_group)
         rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
-        exchange, coming = start_combine(rows, plan, group, self.name)
+        exchange, coming = start_combine(rows, plan, group, self.name, self.wire_dtype)
         y = combined(exchange.receive(coming), dispatched.source, routing)
         if shared is not None:
             y = y + shared
@@ -239,9 +242,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if opened is not None:
             opened.done = True
         if not is_recomputation():
-            row_bytes = self.hidden * tokens.element_size()
-            expert_bytes = 0 if transfer is None else transfer.bytes
-            self.last = self._described(demand, setting, plan, expert_bytes, routing, row_bytes)
+            sent = 0 if transfer is None else transfer.bytes
+            self.last = statistics_of(demand, setting, routing, self._token_bytes(plan, tokens.dtype), sent)
         return closing(y, opened, self.name)
 
     def _route(
@@ -262,7 +264,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
                 self._begin(len(x), group)
             settings = [self._placement_state.setting(self.router)]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
-        demand = exchange_counts(routings, group, state=self._placement_state.state(settings), label=self.name)
+        state = self._placement_state.state(settings, training=self.training)
+        demand = exchange_counts(routings, group, state=state, label=self.name)
         index = 0
         if again:
             index, opened = self._placement_state.passes.find(settings, demand.candidates, self.name)
@@ -288,7 +291,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is not None:
             return routing, lambda: demand
-        state = self._placement_state.state([setting])
+        state = self._placement_state.state([setting], training=self.training)
         return routing, start_counts([routing], self.process_group, state=state, label=self.name)
 
     def shard_tokens(self, x: Tensor) -> Tensor:
@@ -313,8 +316,12 @@ class OverlappedMoE(FailsTogether, nn.Module):
         """Record a training pass: plans the next placement, writes load traces, sets `last`."""
         if opened.counts is None:
             self._observe(opened, demand, routing)
-        row_bytes = self.hidden * self.experts.up.element_size()
-        self.last = self._described(demand, opened.setting.placement, plan, expert_bytes, routing, row_bytes)
+        token_bytes = self._token_bytes(plan, self.experts.up.dtype)
+        self.last = statistics_of(demand, opened.setting.placement, routing, token_bytes, expert_bytes)
+
+    def _token_bytes(self, plan: DispatchPlan, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends to others in dispatch and combine."""
+        return bytes_sent(plan, self.process_group, self.hidden * wire_bytes(dtype, self.wire_dtype))
 
     def summed_over_tensor_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
         """Sum the owned experts' gradients over tensor-parallel ranks that hold the same experts."""
@@ -330,7 +337,9 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if self._placement_state.needs_costs and group is not None:
             per_expert = tokens * self.router.top_k // self.router.num_experts
             weights = self.experts.weights
-            self._placement_state.costs = measure_costs(weights, per_expert, self.experts.gated, group, self.name)
+            self._placement_state.costs = measure_costs(
+                weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
+            )
         self._placement_state.begin(self.router, group_of(self._load_group))
 
     def _observe(self, opened: ForwardPass, demand: ExpertCounts, routing: Routing) -> None:
@@ -379,19 +388,6 @@ class OverlappedMoE(FailsTogether, nn.Module):
         done = self.compute(at_home, own, weights)
         copies, number = transfer.receive(pending)
         return tie(torch.cat([done, self.compute(copied, others, copies)]), number)
-
-    def _described(
-        self, demand: ExpertCounts, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
-        row_bytes: int,
-    ) -> MoEStatistics:  # fmt: skip
-        counts = demand.counts
-        devices = counts.shape[1]
-        loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
-        at_home = counts.reshape(devices, -1).sum(1)
-        return MoEStatistics(
-            counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped,
-            bytes_sent(plan, self.process_group, row_bytes), expert_bytes, routing.balance_loss, routing.z_loss,
-        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Placement method."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -11,10 +14,11 @@ from torch import Tensor
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.moe.costs import Costs
+from oases.moe.dispatch import ExpertCounts
 from oases.moe.forecast import Planner
 from oases.moe.placement_data import Integers, Placement, owner_only, owner_ranks
 from oases.moe.recomputation import ForwardPass, OpenPasses, RoutingState
-from oases.moe.router import Router
+from oases.moe.router import Router, Routing
 
 METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
 
@@ -41,15 +45,45 @@ class MoEStatistics:
     z_loss: Tensor | None
 
 
+def statistics_of(
+    demand: ExpertCounts, placement: Placement, routing: Routing, token_bytes: int, expert_bytes: int
+) -> MoEStatistics:
+    """Statistics of a forward pass."""
+    counts = demand.counts
+    devices = counts.shape[1]
+    loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
+    at_home = counts.reshape(devices, -1).sum(1)
+    return MoEStatistics(
+        counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped, token_bytes,
+        expert_bytes, routing.balance_loss, routing.z_loss,
+    )  # fmt: skip
+
+
+def numbered(name: str, group: ProcessGroup | None) -> str:
+    """Name of a new layer with its number among those made for the group, since names are often equal."""
+    return name if group is None else f"{name} {next(_numbers.setdefault(group, itertools.count()))}"
+
+
+_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
 class PlacementState:
     """Placement state of one layer; equal on all ranks, because computed from the same counts.
 
-    method: placement method. costs: None where they are yet to be measured.
+    method: placement method. costs: None where they are yet to be measured. layer: what tells the layer from others
+    of the same ranks, equal on all of them.
     """
 
     def __init__(
-        self, experts: int, devices: int, method: str, costs: Costs | None, memory_budget: float | None
+        self,
+        experts: int,
+        devices: int,
+        method: str,
+        costs: Costs | None,
+        memory_budget: float | None,
+        layer: str,
     ) -> None:
+        self._layer = layer
         self.method, self.costs = method, costs
         self.passes = OpenPasses()
         self.number = 0
@@ -91,15 +125,12 @@ class PlacementState:
             self._version = version
         return self._setting
 
-    def state(self, settings: list[RoutingState]) -> int:
-        """Digest of the state that must be equal on every rank, 62 bits."""
-        found = self.number & 0x3FFFFFFF
+    def state(self, settings: list[RoutingState], *, training: bool) -> int:
+        """Digest of what must be equal on every rank, 62 bits: layer, mode, number of training passes, placements."""
+        digest = hashlib.blake2b(f"{self._layer}\n{training}\n{self.number}".encode(), digest_size=8)
         for setting in settings:
-            placement = setting.placement
-            found = (found << 32 | zlib.crc32(repr(placement.copies).encode() + placement.routes.tobytes())) % (
-                1 << 62
-            )
-        return found
+            digest.update(repr(setting.placement.copies).encode() + setting.placement.routes.tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 2
 
     def begin(self, router: Router | None, load_group: ProcessGroup | None) -> None:
         """Update placement and bias at the start of a training pass, if no pass is open."""

@@ -109,10 +109,10 @@ class ExpertStack(FailsTogether, nn.Module):
             if not layer.needs_costs:
                 continue
             weights, gated = layer.experts.weights, layer.experts.gated
-            sizes = (gated, *((weight.shape, weight.dtype) for weight in weights.given))
+            sizes = (gated, layer.wire_dtype, *((weight.shape, weight.dtype) for weight in weights.given))
             if sizes not in known:
                 per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
-                costs = measure_costs(weights, per_expert, gated, group, layer.name)
+                costs = measure_costs(weights, per_expert, gated, group, layer.name, wire=layer.wire_dtype)
                 if self.schedule.name == "block_wise":
                     before = cast(ExpertBlock, block).before
                     if self._units:

@@ -17,6 +17,9 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, nccl_options
 from oases.parallel.sharding import holders
 
+EXPERT_MODES = ("sharded", "balanced")
+"""Ways of `parallelize` with the experts of unedited models."""
+
 
 @dataclass(frozen=True)
 class ExpertGroups:

@@ -24,7 +24,7 @@ from oases.simulator.hardware import Hardware
 __all__ = ["NoPlanError", "Plan", "Prediction", "Predictor", "Segment", "Space", "Stage", "plan", "rank_plans"]
 
 Cluster = str | tuple[Hardware, int]
-"""A cluster by name, such as "64x3090", or the hardware of a profile and the number of ranks."""
+"""A cluster by name, such as "64x3090" or "2x8x3090", or the hardware of a profile and the number of ranks."""
 
 
 def plan(

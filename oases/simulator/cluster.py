@@ -23,17 +23,25 @@ ONE_NODE = 8
 
 
 def cluster_called(name: str, ranks_per_node: int | None = None) -> tuple[Hardware, int]:
-    """Hardware and number of ranks of a cluster named COUNTxNAME; up to 8 devices are one node.
+    """Hardware and number of ranks of a cluster named COUNTxNAME, or NODESxCOUNTxNAME with COUNT devices a node.
 
-    ranks_per_node: None for that, and the profile's for more devices. Raises UsageError, listing known names.
+    ranks_per_node: None for one node up to 8 devices, and the profile's for more. Raises UsageError, listing known
+    names.
     """
-    match = re.fullmatch(r"(\d{1,7})x(.+)", name.strip().lower())
-    if match is None or int(match[1]) < 1:
+    match = re.fullmatch(r"(?:(\d{1,7})x)?(\d{1,7})x(.+)", name.strip().lower())
+    if match is None or not all(int(each or 1) for each in match.groups()[:2]):
         raise UsageError(
-            f"cluster {name!r} is not COUNTxNAME, e.g. 64x3090; names are {', '.join(known_clusters())}, or "
-            "measure yours with oases profile"
+            f"cluster {name!r} is not COUNTxNAME, e.g. 64x3090, or NODESxCOUNTxNAME, e.g. 2x8x3090; names are "
+            f"{', '.join(known_clusters())}, or measure yours with oases profile"
         )
-    count, plain = int(match[1]), match[2]
+    count, plain = int(match[2]), match[3]
+    if match[1] is not None:
+        if ranks_per_node not in (None, count):
+            raise UsageError(
+                f"cluster {name!r} has nodes of {count}; leave out --ranks-per-node {ranks_per_node}, or give "
+                f"{int(match[1]) * count}x{plain}"
+            )
+        count, ranks_per_node = int(match[1]) * count, count
     if plain not in known_clusters():
         raise UsageError(
             f"cluster {name!r}: unknown device {plain!r}; known are {', '.join(known_clusters())}, or measure yours "

@@ -103,8 +103,9 @@ class TrainConfig(ExpertOptions):
     )
     wire_dtype: str = option(
         "none",
-        "type of activations in all-reduces: none = the dtype they are computed in; int8, fp8, int4 = quantised "
-        "(rotated, rounded at random), with errors; auto:lossy = none, bfloat16 or int8, by measuring",
+        "type of activations in all-reduces, and of tokens of experts: none = the dtype they are computed in; int8, "
+        "fp8, int4 = quantised (rotated, rounded at random), with errors; auto:lossy = none, bfloat16 or int8, by "
+        "measuring",
         (*WIRE_DTYPES, AUTO_LOSSY),
     )
     gradient_wire: str = option(

@@ -9,7 +9,8 @@ from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPTConfig
 from oases.moe.placement_state import METHODS
 from oases.moe.router import GATES
-from oases.plans.shape import Experts
+from oases.parallel.expert_groups import EXPERT_MODES
+from oases.plans.shape import WIRES, Experts
 from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES
 from oases.train.model_options import ModelOptions, option, require_known
@@ -17,7 +18,7 @@ from oases.train.model_options import ModelOptions, option, require_known
 AUTO_SCHEDULE = "auto"
 """Value of `expert_schedule` that selects the schedule by the placement."""
 _WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "sequence_parallel": (False,), "schedule": ("oases", AUTO_SCHEDULE), "wire_dtype": ("none",)
+    "sequence_parallel": (False,), "schedule": ("oases", AUTO_SCHEDULE), "wire_dtype": WIRES,
 }  # fmt: skip
 """Values of options for dense blocks in a mixture-of-experts model: their defaults, of older versions too."""
 
@@ -44,6 +45,15 @@ class ExpertOptions(ModelOptions):
         f"schedule of expert communication: {', '.join(EXPERT_SCHEDULES)}, or the path of a schedule file; auto = "
         "block_wise, or plain with placement none",
         metavar="NAME|FILE",
+    )
+    experts_mode: str = option(
+        "sharded",
+        "experts of --model: sharded over tensor-parallel ranks, whose results are summed, or balanced: tokens are "
+        "sent to them, and busy ones copied by --placement",
+        EXPERT_MODES,
+    )
+    expert_parallel: int = option(
+        0, "with --experts-mode balanced: ranks that hold every expert once; 0 = all ranks of a pipeline stage"
     )
     record_loads: str | None = option(
         None, "file for the tokens of every step by layer, expert and rank; shown by oases loads", metavar="FILE"
@@ -96,8 +106,22 @@ class ExpertOptions(ModelOptions):
             shared_hidden=self.shared_hidden, gate="sigmoid" if self.gate == "sigmoid" else "softmax",
         )  # fmt: skip
 
+    @property
+    def model_experts(self) -> dict[str, Any]:
+        """Arguments of `parallelize` for the experts of an unedited model."""
+        if self.experts_mode == "sharded":
+            return {}
+        degree = self.expert_parallel or None
+        return {"experts": self.experts_mode, "expert_parallel": degree, "placement": self.placement}
+
     def require_experts(self) -> None:
         """Raise UsageError, naming the field, for invalid expert options, and for expert options without experts."""
+        if self.experts_mode != "sharded" and getattr(self, "model", None) is None:
+            raise UsageError(
+                f"experts_mode {self.experts_mode!r} is for a model's own experts; give --model, or --experts N alone"
+            )
+        if self.expert_parallel and self.experts_mode == "sharded":
+            raise UsageError(f"expert_parallel {self.expert_parallel} needs --experts-mode balanced; give that, too")
         if self.experts == 0:
             self._require_none()
             return
@@ -110,8 +134,9 @@ class ExpertOptions(ModelOptions):
                 )
 
     def _require_none(self) -> None:
+        others = {known.name for known in fields(ModelOptions)} | {"experts", "experts_mode", "expert_parallel"}
         for item in fields(ExpertOptions):
-            own = item.name not in {known.name for known in fields(ModelOptions)} and item.name != "experts"
+            own = item.name not in others and not (item.name == "placement" and self.model_experts)
             if own and getattr(self, item.name) != item.default:
                 raise UsageError(
                     f"{item.name} {getattr(self, item.name)!r} needs a mixture of experts; give --experts N, too"

@@ -40,7 +40,10 @@ PLACEMENT_METHODS = {
     "faster_moe": PlacementMethod("faster_moe", "blocking", False),
     "eplb": PlacementMethod("eplb", "blocking", False),
     "prophet": PlacementMethod("prophet", "block_wise", True),
+    "faster_moe:overlap": PlacementMethod("faster_moe", "block_wise", False),
+    "eplb:overlap": PlacementMethod("eplb", "block_wise", False),
 }
+"""By name; `METHODS` are as their papers have them, NAME:overlap hides its transfers as `prophet` does."""
 
 DRAWN_LAYERS = 6
 """Number of layers whose expert loads a page shows."""
@@ -58,7 +61,9 @@ _SAVED = "Modelled time saved per step in all layers, against no replicas."
 class LoadsConfig:
     """Model sizes and link of the cluster that loads are replayed on."""
 
-    methods: str = option(",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(METHODS)}")
+    methods: str = option(
+        ",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(PLACEMENT_METHODS)}"
+    )
     hidden: int = option(512, "hidden size, features")
     expert_hidden: int = option(0, "intermediate size of an expert, features; 0 = 4 x hidden")
     token_us: float = option(40.0, "forward time of an expert per token, microseconds")
@@ -85,7 +90,7 @@ class LoadsConfig:
         found = [name.strip() for name in self.methods.split(",")]
         for name in found:
             if name not in PLACEMENT_METHODS:
-                raise UsageError(f"--methods {name!r} is unknown; known are {', '.join(METHODS)}")
+                raise UsageError(f"--methods {name!r} is unknown; known are {', '.join(PLACEMENT_METHODS)}")
         return list(dict.fromkeys(["none", *found]))
 
     def check(self) -> None:

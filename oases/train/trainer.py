@@ -81,6 +81,7 @@ class Trainer:
                 config.model, config.seed, plan, self.mesh, lora=config.lora, device=self.device, compile=backend,
                 wire_dtype=WIRE_DTYPES.get(config.wire_dtype, config.wire_dtype), dtype=PRECISIONS[config.precision],
                 gradient_wire=None if config.gradient_wire == "none" else config.gradient_wire,
+                **config.model_experts,
             )  # fmt: skip
             self.stage = ModelStage(self.model, plan)
         else:
@@ -154,7 +155,8 @@ class Trainer:
         """Memory that ranks with the same state share a name in: replicas, unless state is sharded over them."""
         tensor, mesh = self.plan.uniform_tp, self.mesh
         shard = f"stage {mesh.stage}, part {mesh.rank % (tensor or 1)}"
-        if tensor is None or self.plan.zero or self.plan.fsdp or self.plan.experts is not None:
+        experts = self.plan.experts is not None or self.config.model_experts
+        if tensor is None or self.plan.zero or self.plan.fsdp or experts:
             shard = f"rank {group_rank(self.group)} of {group_size(self.group)}"
         return StateMemory(self.model, self.optimizer, shard, self.group)
 
@@ -374,7 +376,7 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
     rows = plan.model.vocabulary
     if plan.experts is not None:
         mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
-        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
+        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))

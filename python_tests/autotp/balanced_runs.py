@@ -1,17 +1,20 @@
 """Training of models with balanced experts on every rank, beside the model in one process."""
 
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from autotp.comparison import FLOOR, said
+from autotp.staged import trained_in_stages
 from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases.autotp.balanced import balanced_modules
-from oases.execution.group import group_of
+from oases.execution.group import group_of, scheduler_of
 from oases.moe.placement_data import Placement, owner_only
 from oases.parallel.sharding import cuts, holders
 
@@ -40,8 +43,7 @@ def pair(name, dtype=torch.float64, **changed):
     """Twice the same model, of which the first one is to stay whole."""
     model, parallel = (build(name, **changed).to(dtype) for _ in range(2))
     if dtype == torch.float64:
-        widen(model)
-    model.set_experts_implementation("eager")  # grouped matmuls have no float64
+        in_float64(model)
     return model, parallel
 
 
@@ -98,8 +100,7 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
     worst = {"logits": 0.0, "gradients": (0.0, ""), "norm": 0.0}
     for step in range(steps):
         if placed and step == 1:
-            for _, state in balanced_modules(parallel):
-                state.place(copied_everywhere(state.number, state.groups.degree))
+            placed_everywhere(parallel)
         data = batch(name, seed=step)
         part = {key: value.chunk(replicas)[mine] for key, value in data.items()}
         expected, got = model(**data), parallel(**part)
@@ -123,6 +124,66 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
 def refused(name, dims, options, changed):
     model = build(name, **changed)
     return said(lambda: oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", **options))
+
+
+def placed_everywhere(model):
+    for _, state in balanced_modules(model):
+        state.place(copied_everywhere(state.number, state.groups.degree))
+
+
+def in_float64(model):
+    widen(model)
+    model.set_experts_implementation("eager")  # grouped matmuls have no float64
+
+
+def staged(name, shape, options):
+    """`trained_in_stages` in ten steps; transformers' loss, a call of Tensor.float, in float64, too."""
+
+    def place(model, step):
+        if step == 1:
+            placed_everywhere(model)
+
+    options = {"experts": "balanced", **options}
+    with patch.object(torch.Tensor, "float", lambda x, **options: x.to(torch.float64, **options)):
+        return trained_in_stages(name, shape, options, 2, 10, prepare=in_float64, before=place)
+
+
+def on_wires(name, dims, wires):
+    """Loss of a step with each wire_dtype, and bytes of its all-to-alls."""
+    losses, sent = [], []
+    for wire in wires:
+        model = build(name)
+        oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", placement="none", wire_dtype=wire)
+        scheduler = scheduler_of(group_of(next(balanced_modules(model))[1].groups.expert))
+        scheduler.reset_totals()
+        data = batch(name)
+        loss = loss_of(model(**data), data)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        totals = scheduler.totals()
+        sent.append(sum(row.bytes for label, row in totals.items() if label.startswith(("dispatch", "combine"))))
+    return losses, sent
+
+
+def dropping(kind):
+    """A small model whose routers drop tokens over a capacity."""
+    sizes = dict(vocab_size=90, d_model=32, num_experts=4)
+    if kind.startswith("Nllb"):
+        sizes |= dict(encoder_layers=2, decoder_layers=2, encoder_sparse_step=1, decoder_sparse_step=1)
+        sizes |= dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64)
+    else:
+        sizes |= dict(d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    model = getattr(transformers, kind)
+    return model(model.config_class(**sizes))
+
+
+def unevenly_split(name, samples):
+    """Call the model in eval mode with another number of samples on each replica; return the error."""
+    model = build(name).eval()
+    oases.parallelize(model, mesh=mesh_of({"dp": 2, "tp": 1}), experts="balanced", placement="none")
+    data = {key: value[: samples[dist.get_rank()]] for key, value in batch(name).items()}
+    with torch.no_grad():
+        return said(lambda: model(**data))
 
 
 def saved_and_loaded(name, dims, options, folder):

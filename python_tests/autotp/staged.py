@@ -28,17 +28,27 @@ def shares(data, shape, model):
     return {key: value.chunk(shape[1])[replica] for key, value in data.items()}
 
 
-def trained_in_stages(name, shape, options, layers=4, steps=3, dtype=torch.float64, changes=None):
-    """Losses and gradient norms of steps of AdamW, each beside those of one process; evaluation; held parameters."""
-    dtype = torch.float32 if name == "olmoe" else dtype  # its experts' matmul has no float64
+def trained_in_stages(
+    name, shape, options, layers=4, steps=3, dtype=torch.float64, changes=None, prepare=None, before=None
+):
+    """Losses and gradient norms of steps of AdamW, each beside those of one process; evaluation; held parameters.
+
+    changes: of the configuration. prepare: called with each model before it is parallelized. before: called with the
+    parallel model and the number of each step.
+    """
+    dtype = torch.float32 if name == "olmoe" and prepare is None else dtype  # its experts' matmul has no float64
     plain, model = (build(name, **sizes(name, layers), **(changes or {})).to(dtype) for _ in range(2))
     whole = sum(parameter.numel() for parameter in model.parameters())
+    for each in (plain, model) if prepare is not None else ():
+        prepare(each)
     how = options if "plan" in options else {"mesh": mesh_of(*shape), "micro_batches": 2, **options}
     oases.parallelize(model, **how)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     ours = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3)
     pairs = []
     for step in range(steps):
+        if before is not None:
+            before(model, step)
         data = batch(name, samples=8, seed=step, dtype=dtype)
         theirs.zero_grad()
         expected = plain(**data).loss

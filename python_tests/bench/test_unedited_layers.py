@@ -22,6 +22,7 @@ LLAMA = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "max_position_embeddings": 16,
 }  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 GPTJ = {"model_type": "gptj", "n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "vocab_size": 90}
 VIT = {
     "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -63,6 +64,15 @@ def test_a_llama_beside_the_gpt_of_its_sizes(two_ranks, tmp_path, recompute):
     assert json.loads(json.dumps(result)) == result
     (table,) = shown(result)
     assert table.row_count == 2 * 3
+
+
+def test_balanced_experts(two_ranks, tmp_path):
+    config = config_of(tmp_path, MIXTRAL, schedules="sync,oases", experts_mode="balanced")
+    result = two_ranks.run(run, config)[0]
+    assert result["config"]["experts_mode"] == "balanced"
+    for row in result["schedules"].values():
+        assert row["max_relative_gradient_error"] < 1e-5
+        assert row["all_reduces_per_layer"] == 4
 
 
 def test_layers_of_one_block(two_ranks, tmp_path):

@@ -18,6 +18,7 @@ from oases.moe.dispatch import (
     permuted,
     start_combine,
     ungrouped,
+    wire_bytes,
 )
 from oases.moe.placement import owner_ranks
 from oases.moe.router import Router
@@ -122,6 +123,43 @@ def test_to_the_experts_and_back(two_ranks, four_ranks, seed):
     four_ranks.run(travel, [16, 12, 21, 8], 4, 1, 0.4, seed)
 
 
+def travel_on_a_wire(wire):
+    """Errors of rows there and back, and of their gradients, over the largest entry; and bytes sent."""
+    rank = dist.get_rank()
+    x, routing = routing_of(rank, 40, 4, 2, None)
+    x = x.detach().float().requires_grad_()
+    plan = dispatch_plan(
+        exchange_counts([routing], dist.group.WORLD).counts, random_placement(4, 2, 0), rank, x.device
+    )
+    found = []
+    for kind in (None, wire):
+        scheduler_of(dist.group.WORLD).reset_totals()
+        dispatched = dispatch(x, routing, plan, dist.group.WORLD, "test", kind)
+        exchange, coming = start_combine(dispatched.wait().sin(), plan, dist.group.WORLD, "test", kind)
+        y = combined(exchange.receive(coming), dispatched.source, routing)
+        totals = scheduler_of(dist.group.WORLD).totals()
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert y.dtype == gradient.dtype == torch.float32
+        found.append((y.detach(), gradient, totals["dispatch of test"].bytes))
+    (y, gradient, plain), (other, approximate, fewer) = found
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in ((y, other), (gradient, approximate))]
+    return apart, fewer / plain, plan.sent
+
+
+@pytest.mark.parametrize(
+    ("wire", "most", "part"), [(torch.bfloat16, 0.02, 0.5), ("int8", 0.04, 0.3), ("fp8", 0.2, 0.3)]
+)
+def test_rows_and_gradients_on_a_wire(two_ranks, wire, most, part):
+    for (result, gradient), fewer, _ in two_ranks.run(travel_on_a_wire, wire):
+        assert 0 < result < most
+        assert 0 < gradient < most
+        assert fewer <= part
+
+
+def test_bytes_of_numbers_on_a_wire():
+    assert [wire_bytes(torch.float32, wire) for wire in (None, torch.bfloat16, "int8")] == [4, 2, 1 + 1 / 32]
+
+
 def overlap():
     """Compute between send and receive comes between the collectives in the backward pass, too."""
     rank = dist.get_rank()
@@ -160,7 +198,7 @@ def faulty(victims):
     with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7")
     _, routing = routing_of(rank, 5, 4, 2, None)
-    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another forward pass or placement"):
+    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another layer, forward pass, mode or placement"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
 
 

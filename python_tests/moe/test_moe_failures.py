@@ -79,12 +79,40 @@ def test_a_failure_while_tokens_travel_is_told_to_all(four_ranks, victim, moved)
 def check_disagreement():
     layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
     layer.place(random_placement(4, 2, dist.get_rank()))
-    with pytest.raises(RoutingError, match="has another forward pass or placement"):
+    with pytest.raises(RoutingError, match="rank 1 has another layer, forward pass, mode or placement"):
         layer(torch.ones(5, HIDDEN, dtype=torch.float64))
 
 
 def test_ranks_that_disagree_raise(two_ranks):
     two_ranks.run(check_disagreement)
+
+
+def check_order(training):
+    """Two layers of the same name, called in another order on rank 1."""
+    layers = [OverlappedMoE(HIDDEN, WIDTH, 4, costs=COSTS).train(training) for _ in range(2)]
+    if dist.get_rank() == 1:
+        layers.reverse()
+    with pytest.raises(RoutingError, match="rank 1 has another layer"):
+        layers[0](torch.ones(5, HIDDEN))
+    return True
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_called_in_another_order_raise(two_ranks, training):
+    assert all(two_ranks.run(check_order, training))
+
+
+def check_modes():
+    """Digests of both modes, without the layer's own comparison of them."""
+    layer = OverlappedMoE(HIDDEN, WIDTH, 4, costs=COSTS)
+    settings = [layer._placement_state.setting(layer.router)]
+    return [layer._placement_state.state(settings, training=training) for training in (True, False)]
+
+
+def test_the_mode_is_compared(two_ranks):
+    (first, second), again = two_ranks.run(check_modes)
+    assert [first, second] == again
+    assert first != second
 
 
 def test_it_refuses_what_cannot_work(two_ranks):

@@ -21,6 +21,7 @@ from moe.moe_layers import (
 )
 
 import oases
+from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.traces import Recorder, replay
 
@@ -93,6 +94,42 @@ def test_two_ranks_equal_one_process(two_ranks, name):
 @pytest.mark.parametrize("experts", [4, 8])
 def test_four_ranks_equal_one_process(four_ranks, name, experts):
     four_ranks.run(check_exact, experts, [11, 0, 23, 6], OPTIONS[name], ALL, range(4))
+
+
+def check_wire(wire, tokens):
+    """A layer and a stack of it: outputs and gradients close to one process's; bytes of tokens."""
+    whole = whole_layer(4, process_group=alone()).float()
+    layer = OverlappedMoE.from_whole(whole, costs=COSTS, placement="none", wire_dtype=wire)
+    rank = dist.get_rank()
+    x = inputs_of(rank, tokens).float()
+    found = []
+    for run in (whole, layer):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.square().sum().backward()
+        found.append((y.detach(), leaf.grad))
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
+    exact = OverlappedMoE.from_whole(whole, costs=COSTS, placement="none")
+    exact(x)
+    return apart, layer.last.token_bytes / exact.last.token_bytes
+
+
+@pytest.mark.parametrize(("wire", "most", "part"), [("bfloat16", 0.02, 1 / 2), ("int8", 0.05, 33 / 128)])
+def test_tokens_on_a_wire(two_ranks, wire, most, part):
+    for apart, fewer in two_ranks.run(check_wire, wire, [17, 9]):
+        assert all(0 < each < most for each in apart)
+        assert fewer == pytest.approx(part, rel=0.01)
+
+
+def check_other_wires():
+    layer = OverlappedMoE(HIDDEN, WIDTH, 4, costs=COSTS, wire_dtype=("int8", None)[dist.get_rank()])
+    with pytest.raises(RoutingError, match="rank 1 has another layer"):
+        layer(torch.ones(3, HIDDEN))
+    return True
+
+
+def test_ranks_with_other_wires_raise(two_ranks):
+    assert all(two_ranks.run(check_other_wires))
 
 
 def check_one_expert(tokens):

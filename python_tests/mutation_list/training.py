@@ -185,6 +185,22 @@ TRAINING = (
         "The gradient of an expert lacks those of other ranks' replicas.",
     ),
     Mutation(
+        "experts_layer_not_compared",
+        "oases/moe/placement_state.py",
+        'f"{self._layer}\\n{training}\\n{self.number}"',
+        'f"{training}\\n{self.number}"',
+        ("moe/test_moe_failures.py::test_layers_called_in_another_order_raise",),
+        "Tokens for one layer's experts go to those of another where ranks call layers in another order.",
+    ),
+    Mutation(
+        "experts_gradients_not_cast_back",
+        "oases/moe/dispatch.py",
+        "        return coming.to(dtype)\n",
+        "        return coming\n",
+        ("moe/test_dispatch.py::test_rows_and_gradients_on_a_wire",),
+        "Tokens of experts and their gradients stay in the type of the wire.",
+    ),
+    Mutation(
         "experts_combine_waits_at_once",
         "oases/moe/dispatch.py",
         "        return rows.new_zeros(()).expand(rows.shape if back else coming.shape)\n",

@@ -238,10 +238,17 @@ def test_every_shipped_profile_can_be_read(name):
 def test_small_clusters_and_names():
     assert cluster_called("3x3090")[1] == 3
     assert cluster_called(" 8xA100 ")[1] == 8
+    hardware, world = cluster_called("2x8x3090")
+    assert (hardware.ranks_per_node, world) == (8, 16)
+    assert cluster_called("2x8x3090", 8) == (hardware, world)
+    with pytest.raises(UsageError, match="nodes of 8; leave out --ranks-per-node 4, or give 16x3090"):
+        cluster_called("2x8x3090", 4)
     for name, parts in {
         "64x5090": ["'5090'", "3090, 4090, a10, a100"],
         "3090": ["COUNTxNAME", "64x3090"],
         "0xt4": ["COUNTxNAME"],
+        "0x8xt4": ["NODESxCOUNTxNAME", "2x8x3090"],
+        "2x8x5090": ["'5090'", "3090, 4090, a10, a100"],
         "66x3090": ["nodes of 4", "64x3090", "68x3090"],
     }.items():
         with pytest.raises(UsageError) as caught:

@@ -242,6 +242,12 @@ def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
         Run.of(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1).corpus()
 
 
+def test_tokens_on_a_wire(two_ranks, corpus, alone):
+    first, second = (result["losses"] for result in two_ranks.run(trained_with, corpus, {"wire_dtype": "int8"}))
+    assert first == second != pytest.approx(alone["losses"], rel=1e-6)
+    assert first == pytest.approx(alone["losses"], rel=1e-2)
+
+
 def test_dropped_slots_are_told(corpus):
     assert trained(corpus, steps=2, capacity_factor=0.5)["balance"]["dropped"] > 0
 
@@ -254,7 +260,7 @@ def test_dropped_slots_are_told(corpus):
     [
         ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
         ({"schedule": "sync"}, "schedule 'sync' and experts 4"),
-        ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
+        ({"wire_dtype": "auto:lossy"}, "wire_dtype 'auto:lossy' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),

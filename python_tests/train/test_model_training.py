@@ -64,6 +64,29 @@ def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions)
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("degrees", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)])
+def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees):
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | mixture | {"tie_word_embeddings": False}))
+    expected = trained(str(tmp_path), (1, 1, 1), {"data": corpus})
+    run = {"data": corpus, "experts_mode": "balanced", "expert_parallel": 2, "placement": "eplb"}
+    for found in two_ranks.run(trained, str(tmp_path), degrees, run):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"expert_parallel": 2}, "expert_parallel 2 needs --experts-mode balanced"),
+        ({"model": None, "experts_mode": "balanced"}, "is for a model's own experts; give --model"),
+        ({"placement": "eplb"}, "placement 'eplb' needs a mixture of experts"),
+    ],
+)
+def test_options_of_balanced_experts_need_them(llama, changes, why):
+    with pytest.raises(UsageError, match=why):
+        config_of(**{"model": llama, **changes})
+
+
 def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
     """Averages, with error feedback; reduce-scatters, without."""
     expected = trained(llama, (1, 1, 1), {"data": corpus})
