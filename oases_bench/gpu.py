@@ -142,6 +142,7 @@ def host_beside_gpu() -> Result:
 
 
 def _host_beside_gpu(config: OverlapBenchConfig) -> Result:
+    assert dist.group.WORLD is not None, "run_ranks has made it"
     bench = OverlapBench(config, dist.group.WORLD)
     x = bench.x.clone().requires_grad_()
 
