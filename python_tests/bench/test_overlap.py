@@ -16,6 +16,7 @@ from oases import cli
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.parallel import autotune
+from oases.parallel.tunings import label
 from oases.profile.overlap import OverlapBench, Passes
 from oases.testing import RankPool
 from oases_bench import overlap
@@ -60,8 +61,8 @@ def choose() -> tuple[list[str], str]:
     assert group is not None
     bench = bench_of(CONFIG, group)
     seen: list[str] = []
-    bench.choose(lambda done: seen.append(autotune.label(bench.schedules["auto"])))
-    return seen, autotune.label(bench.schedules["auto"])
+    bench.choose(lambda done: seen.append(label(bench.schedules["auto"])))
+    return seen, label(bench.schedules["auto"])
 
 
 def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) -> None:
@@ -160,7 +161,7 @@ def rates_for(ratio: float, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> li
 def test_the_rate_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates_for(2.0, Steps([]), monkeypatch) == pytest.approx([1e9, 4e8])
     assert 0.1 + 3.2e8 / rates_for(0.5, Steps([], 0.1), monkeypatch)[-1] == pytest.approx(0.2, rel=0.03)
-    with pytest.raises(UsageError, match=r"--ratio 0.5 is not reached: communication took 0.76 of compute"):
+    with pytest.raises(UsageError, match=r"--ratio 0.5 is not reached: communication took 0.7. of compute"):
         rates_for(0.5, Steps([], 0.3), monkeypatch)
 
 
