@@ -33,7 +33,7 @@ from oases.testbed import with_nodes
 from oases.train.config import option, settings
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, signed_percent
-from oases_bench.overlap import predicted
+from oases_bench.overlap_predictions import predicted
 
 SCHEDULES = ("sync", "cross_pass", "oases")
 APART = 0.05

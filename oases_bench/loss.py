@@ -1,7 +1,8 @@
 """Validation loss of the same training by wire dtype of its sums, and the rate of the quantising kernels.
 
-Each training starts from the same weights and sees the same batches; seeds change both. The spread of the seeds at
-full precision is the scale by which differences are read.
+Each training starts from the same weights and sees the same batches; seeds change both, but not the weights in a
+saved model's folder, which is fine-tuned. The spread of the seeds at full precision is the scale by which differences
+are read.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import RenderableType
-from torch import nn
+from torch import Tensor, nn
 
+from oases.errors import UsageError
 from oases.execution.group import scheduler_of
-from oases.extension import dequantize, quantize
+from oases.extension import dequantize, dequantize_sum, quantize
 from oases.parallel import sharded_parameters
 from oases.plans.shape import CODES, WIRES
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig
 from oases.train.model_options import Degrees, option
+from oases.train.plan import Run
 from oases.train.trainer import Trainer
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, checked_settings, first_rank, gather_objects
 
@@ -38,6 +41,12 @@ class LossBenchConfig(BenchConfig):
     wires: str = option(",".join(("none", "bfloat16", "float16", *CODES)), "wire dtypes to compare, joined by commas")
     seeds: int = option(3, "trainings of each, with weights and batches of their own")
     steps: int = option(600, "optimizer steps of each training")
+    model: str | None = option(
+        None,
+        "train an unedited model of transformers through parallelize: its config.json, or a folder with one, whose "
+        "safetensors are fine-tuned if it has any",
+    )
+    data: str | None = option(None, "text file or folder to train on; default: Python's standard library")
     hidden: int = option(128, "width of the model, features")
     layers: int = option(4, "transformer layers")
     sequence: int = option(64, "tokens per sample")
@@ -54,14 +63,21 @@ class LossBenchConfig(BenchConfig):
         return self.parse_list("wires", WIRES)
 
     def prepared(self, ranks: Ranks) -> LossBenchConfig:
-        """Validate the sizes of the model."""
-        self.training("none", 0, ranks.size)
+        """Validate the sizes of the model, or read the model."""
+        sizes = [name for name in ("hidden", "layers") if name in ranks.given]
+        if self.model is not None and sizes:
+            raise UsageError(
+                f"--{sizes[0]} is for the built-in GPT; --model {self.model!r} has its own; leave it out"
+            )
+        if not self.kernels:
+            Run.of(self.training("none", 0, ranks.size), ranks.size).corpus()
         return self
 
     def training(self, wire: str, seed: int, ranks: int) -> TrainConfig:
         """Configuration of one training."""
+        sizes: dict[str, Any] = {"hidden": self.hidden, "layers": self.layers} if self.model is None else {}
         return TrainConfig(
-            hidden=self.hidden, layers=self.layers, sequence=self.sequence, batch=self.batch, steps=self.steps,
+            **sizes, model=self.model, data=self.data, sequence=self.sequence, batch=self.batch, steps=self.steps,
             learning_rate=self.learning_rate, seed=seed, wire_dtype=wire, degrees=Degrees(tensor=ranks),
             schedule="oases",
         )  # fmt: skip
@@ -116,19 +132,26 @@ def _replicas_equal(model: nn.Module) -> bool:
     return all(torch.equal(a, b) for other in everyone for a, b in zip(mine, other, strict=True))
 
 
-def _rates(code: str) -> Result:
-    """Bytes of fp32 per second that the kernels read or write, on one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    x = torch.randn(NUMBERS)
-    packed = quantize(x, code)
-    kinds: dict[str, Callable[[], Any]] = {
+def kernels_of(x: Tensor, code: str) -> dict[str, Callable[[], Tensor]]:
+    """Kernels of quantised sums by name, on numbers x [N]: those of a rank with one other."""
+    packed, rotated = quantize(x, code), quantize(x, f"{code}:rotated")
+    return {
         "quantize": lambda: quantize(x, code),
         "quantize, stochastic": lambda: quantize(x, f"{code}:stochastic", seed=1),
         "quantize, rotated": lambda: quantize(x, f"{code}:rotated"),
-        "dequantize": lambda: dequantize(packed, NUMBERS, code),
+        "dequantize": lambda: dequantize(packed, x.numel(), code),
+        "dequantize, rotated": lambda: dequantize(rotated, x.numel(), f"{code}:rotated"),
+        "dequantize and sum": lambda: dequantize_sum(x, packed[None], code),
+        "sum and requantize": lambda: quantize(x, code, parts=packed[None]),
     }
-    found = {name: x.nbytes / min(_seconds(run) for _ in range(9)) for name, run in kinds.items()}
+
+
+def _rates(code: str) -> Result:
+    """Bytes of fp32 per second that the kernels read or write, on one core. A sum reads x, and packed numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = torch.randn(NUMBERS)
+    found = {name: x.nbytes / min(_seconds(run) for _ in range(9)) for name, run in kernels_of(x, code).items()}
     torch.set_num_threads(threads)
     return found
 
@@ -142,9 +165,10 @@ def _seconds(run: Callable[[], Any]) -> float:
 def shown(result: Result) -> Iterator[RenderableType]:
     """Tables of a result."""
     if "kernels" in result:
-        kinds = list(next(iter(result["kernels"].values())))
-        rows = [(code, *(f"{rates[kind] / 1e9:.1f}" for kind in kinds)) for code, rates in result["kernels"].items()]
-        yield table(("GB/s of fp32, one core", *kinds), rows)
+        codes = result["kernels"]
+        kinds = list(next(iter(codes.values())))
+        rows = [(kind, *(f"{rates[kind] / 1e9:.1f}" for rates in codes.values())) for kind in kinds]
+        yield table(("GB/s of fp32, one core", *codes), rows)
         return
     rows = []
     base = [row["validation_loss"] for row in result["wires"].get("none", [])]

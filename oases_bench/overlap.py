@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,14 @@ from rich.console import RenderableType
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.parallel.expert_groups import EXPERT_MODES
-from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
-from oases.schedule import Schedule
-from oases.simulator import simulate
-from oases.simulator.drawing import Section, draw_timelines, write_page
-from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table
-from oases.testbed import set_rate
 from oases.train.config import option
+from oases_bench.allocator import MALLOCS, set_malloc
 from oases_bench.baselines import make_baseline, parse_baselines, require_baseline
+from oases_bench.emulation import EmulatedDevice, emulated_device
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,
@@ -35,10 +30,16 @@ from oases_bench.harness import (
     Result,
     checked_settings,
     first_rank,
-    max_over_ranks,
     milliseconds,
-    signed_percent,
 )
+from oases_bench.overlap_predictions import (
+    PREDICTION_COLUMNS,
+    compare_predictions,
+    prediction_rows,
+    require_predictable,
+    write_comparison,
+)
+from oases_bench.ratio import NEAR, RatioLink
 from oases_bench.unedited_layers import UneditedLayers, of_model
 
 
@@ -62,6 +63,13 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         "is set so that communication alone takes so many times compute alone on this machine",
     )
     peers: str = option("none", "baselines to run: all, none, or some of torch, megatron, domino, comma-separated")
+    flops: float = option(
+        0.0,
+        "emulate matmuls and attention, the peers' too, as on a device of so many FLOP/s, for more ranks than cores",
+    )
+    malloc: str = option(
+        "keep", "allocator of all contestants: keep freed memory, or trim it as glibc does by default", MALLOCS
+    )
     simulate: str | None = option(None, "hardware profile; also predict every step")
     html: str | None = option(None, "with --simulate: write a page with measured and predicted timelines")
 
@@ -104,6 +112,8 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
             raise UsageError(f"--ratio {self.ratio} sets the rate of a link; leave out --link, --backend and --nodes")
         if self.ratio and self.simulate is not None:
             raise UsageError(f"--simulate {self.simulate} knows one link; leave it out, or --ratio {self.ratio}")
+        if self.flops:
+            self._require_emulation()
         if self.model is not None:
             if self.simulate is not None:
                 raise UsageError(f"--simulate {self.simulate} knows the built-in GPT alone; leave it out, or --model")
@@ -116,6 +126,16 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
                 f"--html {self.html} draws measured steps beside predicted ones; give --simulate PROFILE"
             )
         return config
+
+    def _require_emulation(self) -> None:
+        if not 1e6 <= self.flops <= 1e15:
+            raise UsageError(f"--flops must be 0 or between 1e6 and 1e15, got {self.flops}")
+        if self.device != "cpu":
+            raise UsageError(f"--flops {self.flops:g} emulates on the CPU; leave it out, or --device {self.device}")
+        if self.simulate is not None:
+            raise UsageError(
+                f"--simulate {self.simulate} knows this machine's compute; leave it out, or --flops {self.flops:g}"
+            )
 
     def check(self, degree: int) -> None:
         """Raise UsageError for what cannot run on so many ranks."""
@@ -131,17 +151,9 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
             require_baseline(name, self.batch, self.recompute)
 
 
-@dataclass(frozen=True)
-class StepComparison:
-    """One step of a schedule as it was measured, over all ranks, and as it is predicted of any of them."""
-
-    name: str
-    measured: Timeline
-    predicted: Timeline
-
-
 def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, once or at each ratio. Called on every rank."""
+    set_malloc(config.malloc)
     named = checked_settings(config)
     if not config.ratios:
         return _run_once(config, named, shows, None)
@@ -152,13 +164,20 @@ def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: flo
     group = dist.group.WORLD
     assert group is not None
     benches = [bench_of(config, group)]
-    rate = None if ratio is None else set_ratio(benches[0], ratio)
     if config.beside_gpt:
         benches.append(bench_of(replace(config, model=None, beside_gpt=False, experts_mode="sharded"), group))
-    results = measured(benches, shows)
+    with emulated_device(config.flops) if config.flops else nullcontext() as device:
+        link: Result = {}
+        if ratio is None:
+            results = measured(benches, shows)
+        else:
+            results, link = measured_at(RatioLink(group, ratio), benches, shows)
+        if device is not None:
+            results[0]["emulated_seconds"] = emulated_seconds(benches[0], device)
     for result in results:
-        result["config"] |= {name: named[name] for name in ("model", "beside_gpt", "experts_mode", "peers")}
-    found = results[0] if ratio is None else results[0] | {"ratio": ratio, "link": rate}
+        own = ("model", "beside_gpt", "experts_mode", "peers", "flops", "malloc")
+        result["config"] |= {name: named[name] for name in own}
+    found = results[0] | link
     if config.beside_gpt:
         found["gpt"] = results[1]
         for name, row in found["schedules"].items():
@@ -172,34 +191,32 @@ def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: flo
     return found
 
 
-def set_ratio(bench: OverlapBench, ratio: float) -> str:
-    """Set the link's rate so that communication alone takes `ratio` times compute alone; return the rate.
+def measured_at(link: RatioLink, benches: Sequence[OverlapBench], shows: bool) -> tuple[list[Result], Result]:
+    """Results over a link of the ratio asked for, and what was set and found.
 
-    Called on every rank; within 3 %, by up to eight trials. UsageError where no rate gives it.
+    Up to three measurements: where one finds another ratio by more than `NEAR`, the rate is corrected.
     """
-    bits, rate, found = 1e9, [""], 0.0
-    for trial in range(8):
-        if dist.get_rank() == 0:
-            rate = [set_rate(bits)]
-        dist.broadcast_object_list(rate, group=bench.group)
-        # The first trial's rounds also warm up allocator and caches: compute gets faster after them.
-        found = _measured_ratio(bench, rounds=5 if trial else 3)
-        if trial and abs(found / ratio - 1) < 0.03:
-            return rate[0]
-        bits = min(bits * found / ratio, 1e11)
-    raise UsageError(
-        f"--ratio {ratio:g} is not reached: communication took {found:.2f} of compute over a link of {rate[0]}; give "
-        "a larger ratio, or a larger --hidden"
-    )
+    link.calibrate(benches)
+    tried = []
+    while True:
+        results = measured(benches, shows)
+        found = results[0]["communication_over_compute"]
+        tried.append({"link": link.rate, "found": found})
+        if link.off(found) <= NEAR or len(tried) == 3:
+            return results, {"ratio": link.asked, "link": link.rate, "measurements": tried}
+        link.correct(found)
+        for bench in benches:
+            bench.forget_choice()
 
 
-def _measured_ratio(bench: OverlapBench, rounds: int) -> float:
-    """Communication alone over compute alone, medians of interleaved rounds of the slowest rank."""
-    names = ("compute alone", "compute alone, cut", "communication alone")
-    runs = [bench.alone(name) for name in names]
-    taken = [[sum(run()) for run in runs] for _ in range(rounds)]
-    whole, cut, sent = max_over_ranks([statistics.median(each) for each in zip(*taken, strict=True)])
-    return sent / min(whole, cut)
+def emulated_seconds(bench: OverlapBench, device: EmulatedDevice) -> dict[str, float]:
+    """Seconds that a step of sync and of each peer waits for emulated ops: equal where they compute alike."""
+    found = {}
+    for name in ("sync", *bench.peers):
+        before = device.seconds
+        bench.peer_step(name) if name in bench.peers else bench.step(name, bench.scheduler)
+        found[name] = device.seconds - before
+    return found
 
 
 def bench_of(config: OverlapBenchConfig, group: ProcessGroup) -> OverlapBench:
@@ -222,87 +239,6 @@ def measured(benches: Sequence[OverlapBench], shows: bool) -> list[Result]:
         return measure_together(benches, advance)
 
 
-def model_of(config: OverlapConfig) -> ModelShape:
-    """The stack that is run."""
-    return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
-
-
-def predicted(config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int) -> Timeline:
-    """One step of a schedule, as the simulator says."""
-    model = model_of(config)
-    kinds = [model.kind_of(block) for block in range(model.num_blocks)]
-    return simulate(schedule, stack_costs(hardware, model, kinds, tp, config.batch, schedule))
-
-
-def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> None:
-    """Raise UsageError where nothing can be predicted, before any rank starts."""
-    for name in config.names:
-        if name != "auto" and config.contestant(name)[1] is not None:
-            raise UsageError(
-                f"schedule {name!r} sends another type than it computes in, which is not simulated; leave out its "
-                "suffix, or --simulate"
-            )
-    for kind in KINDS:
-        hardware.block_times(model_of(config), kind, tp, config.batch)
-
-
-def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
-    """Add `predicted_seconds` to every schedule of a result; return the steps. Called on every rank."""
-    steps = []
-    for name, schedule in bench.schedules.items():
-        found = predicted(bench.config, schedule, hardware, dist.get_world_size())
-        row = result["schedules"][name]
-        row["predicted_seconds"] = found.total_seconds
-        row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1
-        spans = tuple(replace(span, lane="link") if span.lane != "compute" else span for span in found.spans)
-        steps.append(StepComparison(name, bench.timeline(name), replace(found, spans=spans, held=())))
-    return steps
-
-
-PREDICTION_COLUMNS = ("schedule", "measured", "predicted", "error")
-
-
-def prediction_rows(result: Result) -> list[tuple[str, ...]]:
-    """A row for each schedule, of PREDICTION_COLUMNS."""
-    return [
-        (
-            name,
-            milliseconds(row["step_seconds"]),
-            milliseconds(row["predicted_seconds"]),
-            signed_percent(row["prediction_error"]),
-        )
-        for name, row in result["schedules"].items()
-    ]
-
-
-def write_comparison(path: Path, result: Result, steps: Sequence[StepComparison], hardware: Hardware) -> None:
-    """A page with a row and two timelines for every schedule, all to one time scale."""
-    config = result["config"]
-    timelines = []
-    for step in steps:
-        timelines += [
-            replace(step.measured, name=f"{step.name}, measured"),
-            replace(step.predicted, name=f"{step.name}, predicted", who="predicted rank"),
-        ]
-    write_page(
-        path,
-        title="Measured and predicted steps",
-        subtitle=f"{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
-        f"{config['sequence']}, {config['tp']} ranks; predicted from the profile {hardware.name}",
-        header=PREDICTION_COLUMNS,
-        rows=prediction_rows(result),
-        sections=[
-            Section(
-                "Where the time goes",
-                "One measured step, which need not be the median one, and below it the predicted one. Orange: an "
-                "all-reduce is on the link. Pale: compute waits for it. Names are BLOCK.SUB-BATCH. Drag "
-                "to zoom, hover for names and times.",
-                draw_timelines(timelines),
-            )
-        ],
-    )
-
-
 def shown(result: Result) -> Iterator[RenderableType]:
     """The schedules, at each ratio, and predicted beside measured steps."""
     for each in result.get("ratios", ()):
@@ -314,6 +250,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
         yield table(PREDICTION_COLUMNS, prediction_rows(result), title="predicted beside measured")
 
 
+_MALLOC = {"keep": "keeps freed memory, for all contestants", "trim": "glibc's default, for all contestants"}
 _TITLE = "forward + backward of the stack, medians of one interleaved run"
 _COLUMNS = (
     "schedule",
@@ -353,8 +290,14 @@ def _below(result: Result) -> str:
         f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}",
         f"communication / compute {result['communication_over_compute']:.2f}"
         + (f" over a link of {result['link']}, set for {result['ratio']:g}" if "ratio" in result else ""),
+        f"malloc: {_MALLOC[result['config']['malloc']]}",
         "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula",
     ]
+    emulated = result.get("emulated_seconds", {})
+    if emulated:
+        flops = result["config"]["flops"]
+        waits = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in emulated.items())
+        lines.append(f"matmuls and attention are emulated, {flops:.3g} FLOP/s; a step waits for them: {waits}")
     model: dict[str, Any] | None = result.get("model")
     if model is not None:
         lines.append(f"the {model['layers']} layers {model['list']} of an unedited {model['class']}")

@@ -36,7 +36,7 @@ _FOR_MODELS = ("transformers.modeling_utils", "torch.export._trace", "oases.auto
 _MOST_REPLICAS = 4096
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
-    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
+    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "wandb", "peak_flops",
     "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
     "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
     "experts_mode", "expert_parallel",

@@ -109,11 +109,7 @@ class OverlapBench:
         """Choice of "auto", if it is a contestant."""
         self.facts: dict[str, Facts] = {}
         if "auto" in config.names:
-            recompute = cast(Recompute, config.recompute)
-            joint = self.stack.joint_blocks
-            among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
-            # A choice kept from an earlier run would not be a measurement of this one.
-            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False, waves=waves_of(among))
+            self.forget_choice()
         named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
         self.schedules = {
             name: self.tuning.current.schedule if self.tuning and name == "auto" else named[name][0]
@@ -131,6 +127,16 @@ class OverlapBench:
         torch.manual_seed(config.seed)
         device, dtype = torch.device(config.device), DTYPES[config.dtype]
         self.x, self.grad = torch.randn(2, *self.layers.shape, device=device, dtype=dtype)
+
+    def forget_choice(self) -> None:
+        """Let "auto" choose anew: over another link another schedule may be the fastest."""
+        if "auto" not in self.config.names:
+            return
+        recompute, joint = cast(Recompute, self.config.recompute), self.stack.joint_blocks
+        blocks, layer_of = len(self.stack.blocks), self.stack.layer_of
+        among = candidates(blocks, self.config.batch, "auto", "auto", recompute, joint, layer_of)
+        # A choice kept from an earlier run would not be a measurement of this one.
+        self.tuning = Tuning(labelled(among), self.group, "", has_off=True, keep=False, waves=waves_of(among))
 
     def choose(self, on_step: Callable[[int], None] | None = None) -> None:
         """Run the candidates of "auto" in turns, as the first steps of a training run would, until one is chosen."""
@@ -202,7 +208,9 @@ class OverlapBench:
     def gradient_error(self, name: str, reference: list[Tensor]) -> float:
         """Largest difference from `reference`, each tensor relative to its largest entry, over all ranks."""
         pairs = zip(self.gradients(name), reference, strict=True)
-        error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().cpu()
+        # Gradients of emulated matmuls are zeros.
+        least = torch.finfo(self.x.dtype).tiny
+        error = torch.stack([(a - b).abs().max() / b.abs().max().clamp_min(least) for a, b in pairs]).max().cpu()
         dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
         return float(error)
 
@@ -261,8 +269,17 @@ class OverlapBench:
         """Step of "compute alone", "compute alone, cut" or "communication alone"."""
         return self.communicate if name not in self._alone else lambda: self.step(name, NullScheduler())
 
+    def steps(self) -> dict[str, Callable[[], Passes]]:
+        """Steps of the contestants by name, to run in turns. "auto" runs a candidate until `choose` was called."""
+        found = {name: self.alone(name) for name in (*self._alone, "communication alone")}
+        for name in self.schedules:
+            found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
+        for name in self.peers:
+            found[_PEER + name] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
+        return found
+
     def contestants(self) -> dict[str, Callable[[], Passes]]:
-        """Contestants by name, to run interleaved. First makes the choice of "auto" and determines the `facts`."""
+        """The `steps`, after the choice of "auto", which is made here, and with the `facts` determined."""
         self.choose()
         reference = self.gradients("sync")
         errors = {name: self.gradient_error(name, reference) for name in self.schedules}
@@ -272,13 +289,10 @@ class OverlapBench:
             name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
             for name, schedule in self.schedules.items()
         }
-        found = {name: self.alone(name) for name in (*self._alone, "communication alone")}
-        for name in self.schedules:
-            found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:
             self.require_equal(name, reference[0])
-            found[_PEER + name] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
-        return found
+        self.communication_cpu.clear()
+        return self.steps()
 
     def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
         """Result of the benchmark from its contestants' times; see `summarize`."""
@@ -299,14 +313,32 @@ def measure_together(
     times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
     for iteration in range(benches[0].config.iterations):
         for bench, named, taken in zip(benches, contestants, times, strict=True):
-            for name, run in named.items():
-                dist.barrier(group=bench.group)
-                passes = torch.tensor(run(), dtype=torch.float64)
-                dist.all_reduce(passes, dist.ReduceOp.MAX, group=bench.group)  # the slowest rank's time
-                taken[name].append((float(passes[0]), float(passes[1])))
+            run_round(bench.group, named, taken)
         if on_iteration is not None:
             on_iteration(iteration + 1)
     return [bench.result(taken) for bench, taken in zip(benches, times, strict=True)]
+
+
+def run_round(
+    group: ProcessGroup, contestants: Mapping[str, Callable[[], Passes]], times: Mapping[str, list[Passes]]
+) -> None:
+    """Run every contestant once; append the slowest rank's seconds to `times`."""
+    for name, run in contestants.items():
+        dist.barrier(group=group)
+        passes = torch.tensor(run(), dtype=torch.float64)
+        dist.all_reduce(passes, dist.ReduceOp.MAX, group=group)
+        times[name].append((float(passes[0]), float(passes[1])))
+
+
+def median_of(passes: Sequence[Passes]) -> tuple[float, float, float]:
+    """Median seconds of the forward pass, of the backward pass, and of both."""
+    forward, backward = zip(*passes, strict=True)
+    return statistics.median(forward), statistics.median(backward), statistics.median(f + b for f, b in passes)
+
+
+def least_compute(times: Mapping[str, Sequence[Passes]]) -> tuple[float, float, float]:
+    """`median_of` compute alone: of the whole batch or of sub-batches, whichever is faster."""
+    return min((median_of(times[name]) for name in ("compute alone", "compute alone, cut")), key=lambda each: each[2])
 
 
 def summarize(
@@ -317,18 +349,12 @@ def summarize(
 ) -> dict[str, Any]:
     """Medians and shares in seconds and bytes. `hidden` is null if sync is ideal: nothing is left to hide."""
 
-    def median(name: str) -> tuple[float, float, float]:
-        forward, backward = zip(*times[name], strict=True)
-        total = statistics.median(f + b for f, b in times[name])
-        return statistics.median(forward), statistics.median(backward), total
-
-    communication = median("communication alone")
-    compute = min((median("compute alone"), median("compute alone, cut")), key=lambda passes: passes[2])
+    communication, compute = median_of(times["communication alone"]), least_compute(times)
     ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
-    sync = median("sync")[2]
+    sync = median_of(times["sync"])[2]
     schedules: dict[str, dict[str, Any]] = {}
     for name, fact in facts.items():
-        forward, backward, step = median(name)
+        forward, backward, step = median_of(times[name])
         schedules[name] = {
             "step_seconds": step,
             "forward_seconds": forward,
@@ -348,7 +374,7 @@ def summarize(
             schedules[name]["slower_than_sync"] = step / sync
     peers = {}
     for name in (name.removeprefix(_PEER) for name in times if name.startswith(_PEER)):
-        forward, backward, step = median(_PEER + name)
+        forward, backward, step = median_of(times[_PEER + name])
         peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
     return {
         "config": settings(config) | {"tp": degree},

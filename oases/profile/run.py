@@ -19,9 +19,11 @@ import torch.distributed as dist
 from oases.errors import UsageError
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup
+from oases.extension import dequantize, quantize
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs, with_layers
 from oases.launch.ranks import require_agreement
+from oases.plans.shape import CODES
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench
@@ -83,7 +85,18 @@ def measure_device(config: ProfileConfig) -> Device:
     return Device(
         device_name(config.device), memory_bytes(config.device, ranks_here), {config.dtype: flops}, moved, launch,
         update_seconds(weights, clock, config.iterations),
+        _packing_rates(clock, config.iterations) if config.device == "cpu" else {},
     )  # fmt: skip
+
+
+def _packing_rates(clock: Clock, iterations: int) -> dict[str, float]:
+    """Bytes of float32 per second that a rank quantises and reads back, by code."""
+    x = torch.randn(1 << 20)
+
+    def there_and_back(code: str) -> torch.Tensor:
+        return dequantize(quantize(x, code), x.numel(), code)
+
+    return {code: x.nbytes / _seconds(clock, partial(there_and_back, code), iterations) for code in CODES}
 
 
 def _seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import log
 
@@ -20,7 +20,8 @@ from oases.simulator.links import LinkModel
 class Device:
     """Accelerator, or one rank's share of a CPU. flops_per_second: achieved by large matmuls, by dtype.
 
-    update_seconds: of torch's AdamW for a float32 parameter; 0: unknown.
+    update_seconds: of torch's AdamW for a float32 parameter; 0: unknown. packing_bytes_per_second: of float32 numbers
+    that are quantised and read back, by code; empty: unknown.
     """
 
     name: str
@@ -29,6 +30,18 @@ class Device:
     bytes_per_second: float
     launch_seconds: float = 0.0
     update_seconds: float = 0.0
+    packing_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+
+    def packing_seconds(self, num_bytes: float, code: str, ranks: int, sent: float) -> float:
+        """Seconds to quantise an all-reduce of float32 numbers of `num_bytes`, and to sum and read them back.
+
+        A rank quantises the parts of the others and the sum of its own, and reads back parts of its own from
+        the others and all sums. By the rate of memory where the code's is unknown; sent: bytes.
+        """
+        rate = self.packing_bytes_per_second.get(code.partition(":")[0])
+        if rate is not None:
+            return (1.5 - 0.5 / ranks) * num_bytes / rate
+        return 2 * (num_bytes + sent) / self.bytes_per_second
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in this dtype. Raises UsageError if it is unknown."""
@@ -326,8 +339,9 @@ def stack_costs(
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
     sent = unit if wire == "none" else int(unit * WIRE_BYTES[wire] // model.element_bytes)
-    # Reads and writes of two quantisations, of a part each, and of the numbers that come out of them.
-    packing = 2 * (unit + sent) / hardware.device.bytes_per_second if wire in QUANTISED and tp > 1 else 0.0
+    packing = 0.0
+    if wire in QUANTISED and tp > 1:
+        packing = hardware.device.packing_seconds(unit * 4 / model.element_bytes, wire, tp, sent)
     if sent != unit and tp > 1 and not packing:
         cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
         times = {kind: each.with_casts(cast) for kind, each in times.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.limits import short
-from oases.plans.shape import ELEMENT_BYTES, KINDS
+from oases.plans.shape import CODES, ELEMENT_BYTES, KINDS
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
 from oases.simulator.links import COLLECTIVES, LinkModel, Sample
@@ -140,6 +140,16 @@ def _flops(value: Any, where: str) -> dict[str, float]:
         )
     rate = _rate("FLOP/s", 1e6, "not TFLOP/s")
     return {_DTYPE(name, f"{where}: a dtype"): rate(number, f"{where}: {name}") for name, number in value.items()}
+
+
+def _packing(value: Any, where: str) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{where} must be an object from wire dtype to bytes per second, got {short(value)}")
+    code = _one_of(*CODES)
+    return {
+        code(name, f"{where}: a wire dtype"): _BYTES_PER_SECOND(each, f"{where}: {name}")
+        for name, each in value.items()
+    }
 
 
 # --- objects ---
@@ -275,6 +285,7 @@ def _device(value: Any, where: str) -> Device:
         "bytes_per_second": _Field(_BYTES_PER_SECOND, _REQUIRED),
         "launch_seconds": _Field(_seconds(above_zero=False), 0.0),
         "update_seconds": _Field(_seconds(above_zero=False), 0.0),
+        "packing_bytes_per_second": _Field(_packing, {}),
     }
     return Device(**_object(value, where, known))
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from oases.errors import SavedExit
 from oases.execution.group import group_rank
 from oases.parallel.collectives import all_reduce
 from oases.train.checkpoint.coordination import SaveError
+from oases.train.checkpoint.retention import WANDB_RUN
 from oases.train.checkpoint.state import state
 from oases.train.checkpoint.writer import CheckpointWriter
-from oases.train.logs import Scalars, StepLog
+from oases.train.config import settings
+from oases.train.logs import Scalars, StepLog, WandbRun
 from oases.train.metrics import StepReport
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class TrainingCallbacks:
         self._writer: CheckpointWriter | None = None
         self._log: StepLog | None = None
         self._scalars: Scalars | None = None
+        self._wandb: WandbRun | None = None
         self._terminating = lambda: False
         if config.step_log is not None and self.first:
             self._log = self._open.enter_context(StepLog(config.step_log, self.trainer.steps_done))
@@ -61,7 +65,17 @@ class TrainingCallbacks:
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
             )
             self._terminating = self._open.enter_context(defer_sigterm())
+        if config.wandb is not None and self.first:
+            self._wandb = self._open.enter_context(self._wandb_run(config.wandb))
         return self
+
+    def _wandb_run(self, project: str) -> WandbRun:
+        config, resumed = self.trainer.config, self.trainer.resumed
+        kept = None if config.checkpoint is None else Path(config.checkpoint) / WANDB_RUN
+        earlier = None if resumed is None else resumed.parent / WANDB_RUN
+        if config.resumes_newest and kept is not None and kept.is_file():
+            earlier = kept
+        return WandbRun(project, kept, earlier, settings(config))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -152,7 +166,7 @@ class TrainingCallbacks:
         if report is None:
             return
         values = report.values() | {"stall_seconds": self.stall_seconds}
-        for log in (self._log, self._scalars):
+        for log in (self._log, self._scalars, self._wandb):
             if log is not None:
                 log.write(**values)
 

@@ -25,7 +25,7 @@ from oases.train.expert_options import AUTO_SCHEDULE, ExpertOptions
 from oases.train.instructions import Instructions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
-from oases.train.logs import last_logged_step, require_tensorboard
+from oases.train.logs import last_logged_step, require_tensorboard, require_wandb
 from oases.train.model_options import Degrees, option, require_known, require_types
 from oases.train.model_stage import causal_configuration, weights_of
 from oases.train.optimizer import PRECISIONS
@@ -151,6 +151,7 @@ class TrainConfig(ExpertOptions):
     )
     step_log: str | None = option(None, "JSON Lines log, one line per step; a resumed run appends", metavar="FILE")
     tensorboard: str | None = option(None, "folder for TensorBoard logs; a resumed run appends", metavar="DIR")
+    wandb: str | None = option(None, "Weights & Biases project to log to; resumed runs continue", metavar="PROJECT")
     peak_flops: float = option(
         0.0,
         "peak FLOP/s of one rank, for model FLOPs utilization; 0 = data sheet of a known GPU, or a measured matmul",
@@ -310,6 +311,8 @@ class TrainConfig(ExpertOptions):
             require_new_trace(self.record_loads, new=self.resume is None and not self.resumes_newest)
         if self.tensorboard is not None:
             require_tensorboard(self.tensorboard, new=self.resume is None and not self.resumes_newest)
+        if self.wandb is not None:
+            require_wandb(self.wandb)
         corpus = self.corpus()
         for split in ("train", "validation"):
             corpus.samples(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)

@@ -28,6 +28,7 @@ from oases.train.load_balance import StepLoadBalance
 from oases.train.meter import StepParts
 
 if TYPE_CHECKING:
+    from oases.train.config import TrainConfig
     from oases.train.trainer import Trainer
 
 _MATMUL = {"cpu": 512, "cuda": 8192}
@@ -182,6 +183,10 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or not measured else predicted / measured
 
 
+def _is_logged(config: TrainConfig) -> bool:
+    return any(each is not None for each in (config.step_log, config.tensorboard, config.wandb))
+
+
 class Reporter:
     """Step reports of a trainer. Constructor and `report` are collectives over all ranks.
 
@@ -192,16 +197,14 @@ class Reporter:
         config = trainer.config
         self.trainer = trainer
         asked = torch.tensor([float(watched)], device=trainer.device)
-        self.watched = (
-            config.step_log is not None
-            or config.tensorboard is not None
-            or bool(all_reduce(asked, trainer.group, "whether steps are reported", largest=True).item())
+        self.watched = _is_logged(config) or bool(
+            all_reduce(asked, trainer.group, "whether steps are reported", largest=True).item()
         )
         self.tokens = config.batch * config.sequence
         self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
         """Model FLOPs per step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
-        logs = group_rank(trainer.group) == 0 and (config.step_log is not None or config.tensorboard is not None)
+        logs = group_rank(trainer.group) == 0 and _is_logged(config)
         self._overlap = StepOverlap(trainer.overlap) if logs else None
         trainer.meter.reset()
 

@@ -147,7 +147,9 @@ def test_what_domino_cannot_do(monkeypatch: pytest.MonkeyPatch, batch: int, reco
 
 
 def test_bench_runs_peers_beside_the_schedules(two_ranks: RankPool) -> None:
-    config = OverlapBenchConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, peers="torch")
+    config = OverlapBenchConfig(
+        hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, peers="torch", malloc="trim"
+    )
     result = two_ranks.run(run_overlap_bench, config, Ranks(), False)[0]
     row = result["peers"]["torch"]
     assert set(row) == {"step_seconds", "forward_seconds", "backward_seconds"}

@@ -1,24 +1,35 @@
 """The benchmark's result: memory beside the paper's formula, and "auto" among the contestants."""
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch.distributed as dist
 
+from oases import cli
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
 from oases.parallel import autotune
-from oases.profile.overlap import OverlapBench
+from oases.parallel.tunings import label
+from oases.profile.overlap import OverlapBench, Passes
 from oases.testing import RankPool
 from oases_bench import overlap
+from oases_bench import ratio as module
+from oases_bench.allocator import MALLOCS
 from oases_bench.harness import Ranks
-from oases_bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
+from oases_bench.overlap import OverlapBenchConfig, bench_of, measured_at, run_overlap_bench, shown
+from oases_bench.ratio import RatioLink
 
 CONFIG = OverlapBenchConfig(
-    hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, recompute="full", schedules="auto,oases,sync"
-)
+    hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, recompute="full", schedules="auto,oases,sync",
+    malloc="trim",
+)  # fmt: skip
 CANDIDATES = ["fine_grained 1", "oases 2", "oases 4"]
 
 
@@ -50,8 +61,8 @@ def choose() -> tuple[list[str], str]:
     assert group is not None
     bench = bench_of(CONFIG, group)
     seen: list[str] = []
-    bench.choose(lambda done: seen.append(autotune.label(bench.schedules["auto"])))
-    return seen, autotune.label(bench.schedules["auto"])
+    bench.choose(lambda done: seen.append(label(bench.schedules["auto"])))
+    return seen, label(bench.schedules["auto"])
 
 
 def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) -> None:
@@ -116,19 +127,113 @@ def test_ratios_that_cannot_be_set(changes: dict[str, str], ranks: Ranks, messag
         replace(CONFIG, **changes).prepared(ranks)
 
 
-def rates_for(ratio: float, least: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Rates tried where compute takes 0.4 s, and communication `least` seconds and those of 40 MB at the rate."""
-    rates: list[float] = []
+class Steps(NamedTuple):
+    """Benchmark whose compute alone takes 0.4 s, and longer among others; communication `least` s and 40 MB."""
+
+    rates: list[float]
+    least: float = 0.0
+    among_others: float = 0.4
+    group: None = None
+
+    def steps(self) -> dict[str, Callable[[], Passes]]:
+        sent = lambda: (0.0, self.least + 3.2e8 / self.rates[-1])  # noqa: E731
+        found = dict.fromkeys(("compute alone", "compute alone, cut", "sync"), lambda: (0.1, 0.3))
+        return found | {"communication alone": sent}
+
+
+def link_of(ratio: float, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> RatioLink:
+    """Link whose rates are appended to those of the steps."""
+
+    def run_round(_: None, each: dict[str, Any], times: dict[str, list[Passes]]) -> None:
+        for name, run in each.items():
+            slower = "sync" in each and name != "communication alone"
+            times[name].append((0.0, steps.among_others) if slower else run())
+
     alone = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=lambda *_, **__: None)
-    monkeypatch.setattr(overlap, "dist", alone)
-    monkeypatch.setattr(overlap, "set_rate", lambda bits: rates.append(bits) or f"{bits / 1e6:g}mbit")
-    monkeypatch.setattr(overlap, "_measured_ratio", lambda _, rounds: (least + 3.2e8 / rates[-1]) / 0.4)
-    overlap.set_ratio(cast(OverlapBench, SimpleNamespace(group=None)), ratio)
-    return rates
+    monkeypatch.setattr(module, "dist", alone)
+    monkeypatch.setattr(module, "run_round", run_round)
+    monkeypatch.setattr(module, "set_rate", lambda bits: steps.rates.append(bits) or f"{bits / 1e6:g}mbit")
+    return RatioLink(cast(ProcessGroup, None), ratio)
+
+
+def rates_for(ratio: float, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    link_of(ratio, steps, monkeypatch).calibrate([cast(OverlapBench, steps)])
+    return steps.rates
 
 
 def test_the_rate_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rates_for(2.0, 0.0, monkeypatch) == pytest.approx([1e9, 4e8])
-    assert 0.1 + 3.2e8 / rates_for(0.5, 0.1, monkeypatch)[-1] == pytest.approx(0.2, rel=0.03)
-    with pytest.raises(UsageError, match=r"--ratio 0.5 is not reached: communication took 0.76 of compute"):
-        rates_for(0.5, 0.3, monkeypatch)
+    assert rates_for(2.0, Steps([]), monkeypatch) == pytest.approx([1e9, 4e8])
+    assert 0.1 + 3.2e8 / rates_for(0.5, Steps([], 0.1), monkeypatch)[-1] == pytest.approx(0.2, rel=0.03)
+    with pytest.raises(UsageError, match=r"--ratio 0.5 is not reached: communication took 0.7. of compute"):
+        rates_for(0.5, Steps([], 0.3), monkeypatch)
+
+
+def test_the_rate_is_that_of_compute_among_all_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 3.2e8 / rates_for(1.0, Steps([], among_others=0.5), monkeypatch)[-1] == pytest.approx(0.5)
+
+
+def test_a_ratio_that_the_measurement_does_not_find_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, found, forgotten = Steps([]), [0.8, 1.02], []
+    bench = SimpleNamespace(steps=steps.steps, group=None, forget_choice=lambda: forgotten.append(1))
+    monkeypatch.setattr(overlap, "measured", lambda *_: [{"communication_over_compute": found.pop(0)}])
+    results, said = measured_at(link_of(1.0, steps, monkeypatch), [cast(OverlapBench, bench)], False)
+    assert results == [{"communication_over_compute": 1.02}]
+    assert steps.rates == pytest.approx([1e9, 8e8, 6.4e8])
+    assert said == {
+        "ratio": 1.0, "link": "640mbit",
+        "measurements": [{"link": "800mbit", "found": 0.8}, {"link": "640mbit", "found": 1.02}],
+    }  # fmt: skip
+    assert forgotten == [1], "auto chooses anew"
+
+
+def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--hidden 32 --heads 4 --layers 1 --sequence 8 --batch 4 --iterations 1".split()  # noqa: SIM905
+    wanted = ["--schedules", "sync,oases,oases:int8", "--peers", "torch", "--flops", "1e9", "--malloc", "trim"]
+    cli.main(["bench", "overlap", *sizes, *wanted, "--json", str(path)])
+    found = json.loads(path.read_text())
+    waits, rows = found["emulated_seconds"], found["schedules"]
+    assert waits["torch"] == pytest.approx(waits["sync"]), "emulated alike"
+    assert 0 < waits["sync"] < rows["sync"]["step_seconds"]
+    assert rows["oases"]["max_relative_gradient_error"] == 0
+    said = capfd.readouterr().out
+    assert "matmuls and attention are emulated, 1e+09 FLOP/s" in said
+    assert "malloc: glibc's default" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": 5.0}, "--flops must be 0 or between"),
+        ({"flops": 1e9, "simulate": "x"}, "leave it out, or --flops 1e"),
+    ],
+)
+def test_compute_that_is_not_emulated(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(CONFIG, **changes).prepared(Ranks())
+
+
+TOUCH = """
+import resource
+import torch
+from oases_bench.allocator import set_malloc
+
+set_malloc({name!r})
+for step in range(20):
+    if step == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_kept_memory_has_no_page_faults() -> None:
+    """64 MiB ten times are 163,840 pages."""
+    faults = {
+        name: int(
+            subprocess.run([sys.executable, "-c", TOUCH.format(name=name)], capture_output=True, check=True).stdout
+        )
+        for name in MALLOCS
+    }
+    assert faults["keep"] < 1000
+    assert faults["trim"] > faults["keep"]

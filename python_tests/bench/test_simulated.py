@@ -14,20 +14,16 @@ from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.hardware_file import write
 from oases.simulator.links import LinkModel
 from oases.testing import RankPool
-from oases_bench.overlap import (
-    OverlapBenchConfig,
-    bench_of,
-    compare_predictions,
-    measured,
-    require_predictable,
-    write_comparison,
-)
+from oases_bench.overlap import OverlapBenchConfig, bench_of, measured
+from oases_bench.overlap_predictions import compare_predictions, require_predictable, write_comparison
 
-CONFIG = OverlapBenchConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2")
+CONFIG = OverlapBenchConfig(
+    hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2,sync:int8"
+)
 TIMES = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
 LINK = LinkModel(0.0, 1e6)
 HARDWARE = Hardware(
-    "made up", Device("CPU", 2**30, {"float32": 1e9}, 1e9), 2, LINK, LINK,
+    "made up", Device("CPU", 2**30, {"float32": 1e9}, 1e9, packing_bytes_per_second={"int8": 1e7}), 2, LINK, LINK,
     tuple(MeasuredBlock(kind, 32, 4, 8, "float32", 2, 4.0, TIMES) for kind in ("attention", "mlp")),
 )  # fmt: skip
 
@@ -46,7 +42,9 @@ def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, 
     assert result["schedules"]["sync"]["predicted_seconds"] == pytest.approx(4 * 3.0 + 8 * sent)
     row = result["schedules"]["oases@2"]
     assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
-    assert [step.name for step in steps] == ["sync", "oases@2"]
+    packed = (1 + 1 / 32) / 4 * sent + (1.5 - 0.5 / 2) * 4 * 8 * 32 * 4 / 1e7
+    assert result["schedules"]["sync:int8"]["predicted_seconds"] == pytest.approx(4 * 3.0 + 8 * packed)
+    assert [step.name for step in steps] == ["sync", "oases@2", "sync:int8"]
     for step in steps:
         assert {rank for rank, _ in step.measured.lanes} == {0, 1}
         assert step.predicted.lanes == [(0, "compute"), (0, "link")]
@@ -59,8 +57,6 @@ def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, 
 
 def test_what_cannot_be_predicted() -> None:
     require_predictable(CONFIG, HARDWARE, 2)
-    with pytest.raises(UsageError, match=r"'oases:bfloat16' sends another type .* leave out its suffix"):
-        require_predictable(replace(CONFIG, schedules="oases:bfloat16"), HARDWARE, 2)
     with pytest.raises(UsageError, match=r"'made up' holds no attention block of hidden 64, .* measure it with"):
         require_predictable(replace(CONFIG, hidden=64), HARDWARE, 2)
 

@@ -30,7 +30,7 @@ VIT = {
 }  # fmt: skip
 TWO_AS_ONE = RankOptions(2, Backend("sim", 0.0, math.inf, single_process=True))
 """Two ranks that this process represents, where what they compute is not compared."""
-SMALL = OverlapBenchConfig(sequence=8, batch=4, iterations=2, schedules="sync,oases,cross_pass")
+SMALL = OverlapBenchConfig(sequence=8, batch=4, iterations=2, schedules="sync,oases,cross_pass", malloc="trim")
 
 
 def config_of(folder, data, given=(), **options):

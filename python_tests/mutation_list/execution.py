@@ -27,7 +27,7 @@ EXECUTION = (
                     done.add(step.carried)
             return
 """,
-        (OVERLAP,),
+        (OVERLAP, "parallel/test_sim_overlap.py"),
         "The executor waits for every collective right after its start.",
     ),
     Mutation(

@@ -1,0 +1,106 @@
+"""Predicted steps beside measured ones, by the simulator and a hardware profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from oases.plans.shape import KINDS, ModelShape
+from oases.profile.config import OverlapConfig
+from oases.profile.overlap import OverlapBench
+from oases.schedule import Schedule
+from oases.simulator import simulate
+from oases.simulator.drawing import Section, draw_timelines, write_page
+from oases.simulator.hardware import Hardware, stack_costs
+from oases.simulator.timeline import Timeline
+from oases.train.config import WIRE_DTYPES
+from oases_bench.harness import Result, milliseconds, signed_percent
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """One step of a schedule as it was measured, over all ranks, and as it is predicted of any of them."""
+
+    name: str
+    measured: Timeline
+    predicted: Timeline
+
+
+def model_of(config: OverlapConfig) -> ModelShape:
+    """The stack that is run."""
+    return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
+
+
+def predicted(config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none") -> Timeline:
+    """One step of a schedule, as the simulator says. wire: name of the type in which sums are sent."""
+    model = model_of(config)
+    kinds = [model.kind_of(block) for block in range(model.num_blocks)]
+    return simulate(schedule, stack_costs(hardware, model, kinds, tp, config.batch, schedule, wire))
+
+
+def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> None:
+    """Raise UsageError where nothing can be predicted, before any rank starts."""
+    for kind in KINDS:
+        hardware.block_times(model_of(config), kind, tp, config.batch)
+
+
+def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
+    """Add `predicted_seconds` to every schedule of a result; return the steps. Called on every rank."""
+    steps = []
+    names = {wire: name for name, wire in WIRE_DTYPES.items()}
+    for name, schedule in bench.schedules.items():
+        wire = names[bench.wire_dtypes.get(name)]
+        found = predicted(bench.config, schedule, hardware, dist.get_world_size(), wire)
+        row = result["schedules"][name]
+        row["predicted_seconds"] = found.total_seconds
+        row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1
+        spans = tuple(replace(span, lane="link") if span.lane != "compute" else span for span in found.spans)
+        steps.append(StepComparison(name, bench.timeline(name), replace(found, spans=spans, held=())))
+    return steps
+
+
+PREDICTION_COLUMNS = ("schedule", "measured", "predicted", "error")
+
+
+def prediction_rows(result: Result) -> list[tuple[str, ...]]:
+    """A row for each schedule, of PREDICTION_COLUMNS."""
+    return [
+        (
+            name,
+            milliseconds(row["step_seconds"]),
+            milliseconds(row["predicted_seconds"]),
+            signed_percent(row["prediction_error"]),
+        )
+        for name, row in result["schedules"].items()
+    ]
+
+
+def write_comparison(path: Path, result: Result, steps: Sequence[StepComparison], hardware: Hardware) -> None:
+    """A page with a row and two timelines for every schedule, all to one time scale."""
+    config = result["config"]
+    timelines = []
+    for step in steps:
+        timelines += [
+            replace(step.measured, name=f"{step.name}, measured"),
+            replace(step.predicted, name=f"{step.name}, predicted", who="predicted rank"),
+        ]
+    write_page(
+        path,
+        title="Measured and predicted steps",
+        subtitle=f"{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
+        f"{config['sequence']}, {config['tp']} ranks; predicted from the profile {hardware.name}",
+        header=PREDICTION_COLUMNS,
+        rows=prediction_rows(result),
+        sections=[
+            Section(
+                "Where the time goes",
+                "One measured step, which need not be the median one, and below it the predicted one. Orange: an "
+                "all-reduce is on the link. Pale: compute waits for it. Names are BLOCK.SUB-BATCH. Drag "
+                "to zoom, hover for names and times.",
+                draw_timelines(timelines),
+            )
+        ],
+    )
