@@ -11,7 +11,7 @@ import os
 
 from build_tools import objects
 from build_tools.objects import Unit, report
-from build_tools.toolkit import LINK_ONLY, NoCudaError, Toolkit, find_toolkit
+from build_tools.toolkit import LINK_ONLY, NoCudaError, Toolkit, find_toolkit, gpus_present
 
 
 def kernel_units(toolkit: Toolkit) -> list[Unit]:
@@ -37,10 +37,14 @@ def wanted_toolkit(torch_cuda: str | None) -> Toolkit | None:
 
 
 def leave_out(error: Exception, torch_cuda: str | None) -> None:
-    """Say why the kernels are left out. Raises SystemExit where $OASES_CUDA is 1 or torch has CUDA."""
+    """Say why the kernels are left out. Raises SystemExit where they are needed.
+
+    That is where $OASES_CUDA is 1, or torch has CUDA and there is a GPU. The torch that pip installs has CUDA on any
+    machine, so it alone does not tell that somebody wants kernels.
+    """
     if os.environ.get("OASES_CUDA") == "1":
         raise SystemExit(f"oases: error: OASES_CUDA=1, but {error}")
-    if torch_cuda is not None:
+    if torch_cuda is not None and gpus_present():
         raise SystemExit(
             f"oases: error: torch is built for CUDA {torch_cuda}, but {error} (OASES_CUDA=0 builds oases without its "
             "CUDA kernels)"

@@ -144,7 +144,7 @@ def _architectures(default: str, nvcc: str, known: set[str]) -> tuple[str, ...]:
         asked = ",".join(_known(names, nvcc, known, "TORCH_CUDA_ARCH_LIST"))
     asked = asked or default
     if asked == "present":
-        asked = ",".join(_known(_capabilities(), nvcc, known, "a GPU")) or "all"
+        asked = ",".join(_known(gpus_present(), nvcc, known, "a GPU")) or "all"
     if asked == "all":
         found = tuple(name for name in ARCHITECTURES if name in known)
         if not found:
@@ -172,7 +172,7 @@ def _known(names: Mapping[str, str], nvcc: str, known: set[str], source: str) ->
     return [name for name in names.values() if name in known]
 
 
-def _capabilities() -> dict[str, str]:
+def gpus_present() -> dict[str, str]:
     """Architectures of the GPUs present, by the driver's word for each: "90" by "9.0"."""
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -35,9 +35,8 @@ from oases.train.tokens import open_corpus
 
 ROWS_MULTIPLE = 64
 """Padding of the vocabulary, so that common tensor-parallel degrees divide it."""
-WIRE_DTYPES: dict[str, WireType | None] = {
-    "none": None, **{name: wire_type(name) for name in ("bfloat16", "float16", *QUANTISED)},
-}  # fmt: skip
+_TYPES = ("bfloat16", "float16", *QUANTISED)
+WIRE_DTYPES: dict[str, WireType | None] = {"none": None} | {name: wire_type(name) for name in _TYPES}
 SAVE_ERRORS = ("warn", "stop")
 _SET_BY_PLAN = (
     "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",

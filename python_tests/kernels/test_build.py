@@ -21,6 +21,10 @@ def compilations(folder):
     return len((folder / "compiled").read_text().splitlines())
 
 
+def with_gpus(monkeypatch, found=None):
+    monkeypatch.setattr(cuda_build, "gpus_present", lambda: {"9.0": "90"} if found is None else found)
+
+
 def compile_kernels():
     units = cuda_build.kernel_units(cuda_build.wanted_toolkit("12.4"))
     objects.compile_units(units)
@@ -109,6 +113,7 @@ def test_the_gpus_present_are_compiled_for(nvcc, monkeypatch, capsys):
 
 def test_another_major_version_than_torch_s_is_refused(nvcc, monkeypatch):
     assert cuda_build.wanted_toolkit("12.8").release == "12.4", "minor versions run together"
+    with_gpus(monkeypatch)
     with pytest.raises(
         SystemExit, match=r"nvcc is of CUDA 12\.4 and torch of CUDA 13\.0; set NVCC to an nvcc of CUDA 13 "
     ):
@@ -149,12 +154,16 @@ def test_without_nvcc_one_line_says_why(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"oases: building without CUDA kernels: {message}")
     assert error.count("\n") == 1
+    with_gpus(monkeypatch, {})
+    assert cuda_build.wanted_toolkit("13.0") is None, "the torch that pip installs has CUDA on every machine"
+    with_gpus(monkeypatch)
     with pytest.raises(SystemExit, match=f"torch is built for CUDA 13.0, but {message}.*OASES_CUDA=0 builds oases"):
         cuda_build.wanted_toolkit("13.0")
     monkeypatch.setenv("OASES_CUDA", "1")
     with pytest.raises(SystemExit, match=f"OASES_CUDA=1, but {message}"):
         cuda_build.wanted_toolkit(None)
     monkeypatch.setenv("OASES_CUDA", "0")
+    capsys.readouterr()
     assert cuda_build.wanted_toolkit("13.0") is None
     assert capsys.readouterr().err == ""
 
@@ -166,6 +175,7 @@ def test_a_kernel_that_does_not_compile(nvcc, monkeypatch, capsys):
     assert caught.value.unit.source.name == "one.cu"
     cuda_build.leave_out(caught.value, None)
     assert "building without CUDA kernels: nvcc failed on csrc/one.cu" in capsys.readouterr().err
+    with_gpus(monkeypatch)
     with pytest.raises(SystemExit, match=r"torch is built for CUDA 12\.4, but nvcc failed on .*OASES_CUDA=0"):
         cuda_build.leave_out(caught.value, "12.4")
     monkeypatch.setenv("OASES_CUDA", "1")

@@ -10,42 +10,12 @@ import torch
 import torch.distributed as dist
 from resident_memory import resident
 from torch import nn
+from virtual_stacks import HIDDEN, given, make_stack, on, step
 
 import oases
 from oases import OverlappedStack
-from oases.execution.failure import FailedRankError
 from oases.execution.group import scheduler_of
-from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.train.meter import Meter
-
-LAYERS, BATCH, TOKENS, HIDDEN = 2, 4, 8, 16
-CONFIG = GPTConfig(vocabulary=32, hidden=HIDDEN, layers=LAYERS, heads=4, sequence=TOKENS)
-
-
-def make_stack(place, **options):
-    """A stack of GPT blocks in float64, equal on all devices."""
-    torch.manual_seed(3)
-    group = dist.group.WORLD
-    stack = OverlappedStack(transformer_blocks(CONFIG, group), process_group=group, sub_batches=2, **options)
-    return stack.double().to(place)
-
-
-def given():
-    numbers = torch.Generator().manual_seed(7)
-    return [torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=numbers) for _ in range(2)]
-
-
-def step(stack, x, grad):
-    """One step: output, gradients of input and parameters."""
-    stack.zero_grad()
-    x = x.detach().requires_grad_()
-    y = stack(x)
-    y.backward(grad)
-    return [y.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())]
-
-
-def on(place, tensors):
-    return [x.to(place) for x in tensors]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -304,114 +274,3 @@ def starts_collectives(few, many):
         if number in (few, many):
             found.append(module.counts() | {"resident": resident()})
     return found
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("out of luck")
-
-
-def raises(h):
-    raise RuntimeError("out of luck")
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("block", range(2 * LAYERS))
-def test_a_failed_op_leaves_no_silently_wrong_gradient(two_virtual, block, where):
-    check_failure(two_virtual, block, where, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_failures_under_random_delays(two_virtual, where):
-    for seed in range(1, 51):
-        check_failure(two_virtual, seed % (2 * LAYERS), where, seed)
-
-
-def check_failure(ranks, block, where, seed):
-    results = ranks.run(fails_in_a_step, block, where, seed)
-    assert results[1][0] == "raised", "the rank that failed"
-    for _, wrong, recovered in results:
-        assert not wrong, "gradients that are neither right nor NaN"
-        assert recovered
-
-
-def fails_in_a_step(number, where, seed):
-    """Whether the step raised; gradients that are finite and wrong; whether the next steps are right."""
-    module, place = device.take()
-    module.set_delays(2e-3 if seed else 0.0, seed)
-    expected = step(make_stack("cpu"), *given())  # the group's monitor was made for tensors of the CPU
-    stack, (x, grad) = make_stack(place), on(place, given())
-    step(stack, x, grad)
-    torch.accelerator.synchronize()
-    stack.zero_grad()
-    block = stack.blocks[number]
-    product = block.product
-    if dist.get_rank() == 1:
-        block.product = (lambda h: product(Failing.apply(h))) if where == "backward" else raises
-    said = "returned"
-    try:
-        stack(x.detach().requires_grad_()).backward(grad)
-    except FailedRankError as error:
-        said, usable = "raised", error.usable
-    torch.accelerator.synchronize()
-    found = [parameter.grad for parameter in stack.parameters()]
-    wrong = [
-        at for at, (a, b) in enumerate(zip(found, expected[2:], strict=True))
-        if a is not None and a.cpu().isfinite().all() and not torch.allclose(a.cpu(), b)
-    ]  # fmt: skip
-    block.product = product
-    if said == "returned":  # its next call says so
-        with pytest.raises(FailedRankError, match=r"out of luck.*This rank had ended its call") as caught:
-            step(stack, x, grad)
-        usable = caught.value.usable
-    again = on("cpu", step(stack, x, grad)) if usable else []
-    recovered = usable and all(torch.allclose(a, b) for a, b in zip(again, expected, strict=True))
-    return said, wrong, recovered
-
-
-def test_confirm_tells_of_a_failure_before_the_optimizer_step(two_virtual):
-    two_virtual.run(confirms)
-
-
-class FailingLate(torch.autograd.Function):
-    """Fail once the other rank's backward() has returned."""
-
-    @staticmethod
-    def forward(ctx, x, store):
-        ctx.store = store
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.store.wait(["backward has returned"])
-        raise RuntimeError("out of luck")
-
-
-def confirms():
-    _, place = device.take()
-    store = dist.distributed_c10d._get_default_store()
-    stack, (x, grad) = make_stack(place), on(place, given())
-    for _ in range(2):
-        step(stack, x, grad)
-        stack.confirm()
-    block = stack.blocks[0]
-    product = block.product
-    if dist.get_rank() == 1:
-        block.product = lambda h: product(FailingLate.apply(h, store))
-        with pytest.raises(FailedRankError, match="out of luck"):
-            step(stack, x, grad)
-    else:
-        step(stack, x, grad)
-        store.set("backward has returned", "1")
-        with pytest.raises(FailedRankError, match="out of luck") as caught:
-            stack.confirm()
-        assert "had ended its call" not in str(caught.value), "it has not stepped yet"
-    block.product = product
-    assert all(each.isfinite().all() for each in step(stack, x, grad))
-    stack.confirm()
