@@ -79,7 +79,7 @@ def test_its_links_are_measured(staged_ranks):
     first, second = staged_ranks.run(profiled)
     assert first == second
     assert first.cluster.bytes_per_second > 0
-    assert {sample.collective for sample in first.cluster.samples} == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert {sample.collective for sample in first.cluster.samples} >= {"all_reduce", "all_gather", "send"}
 
 
 def failing() -> tuple[str, bool]:
