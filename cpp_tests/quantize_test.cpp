@@ -236,8 +236,9 @@ TEST(Quantize, Bf16RoundsToNearestEvenAndKeepsWhatIsNoNumber) {
 }
 
 TEST(Quantize, SumsSkipOneOwnPartAndAddTheRest) {
-  for (const Quantization& how : {Quantization{Code::int8}, Quantization{Code::fp8}, Quantization{Code::int4},
-                                  Quantization{Code::int8, false, true}, Quantization{Code::int4, false, true}})
+  for (const Quantization& how :
+       {Quantization{Code::int8}, Quantization{Code::fp8}, Quantization{Code::int4},
+        Quantization{Code::int8, false, true}, Quantization{Code::int4, false, true}})
     for (const int64_t n : kSizes) {
       const std::vector<float> x = normal(n, 4);
       std::vector<uint8_t> parts;

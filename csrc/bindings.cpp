@@ -282,13 +282,15 @@ PYBIND11_MODULE(_C, module) {
   py::class_<QuantizedBackend, c10d::Backend, c10::intrusive_ptr<QuantizedBackend>>(
       module, "QuantizedBackend",
       "A backend that sends quantised numbers through `inner`, which nothing else may use.")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&>(), py::arg("inner"), py::arg("wire"))
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&>(), py::arg("inner"),
+           py::arg("wire"))
       .def_readonly_static("largest_error", &QuantizedBackend::kLargestError)
       .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
 
   module.def(
       "quantize",
-      [](const at::Tensor& x, const std::string& wire, uint64_t seed, const std::optional<at::Tensor>& parts) {
+      [](const at::Tensor& x, const std::string& wire, uint64_t seed,
+         const std::optional<at::Tensor>& parts) {
         oases::Quantization how = oases::quantization_called(wire);
         how.seed = seed;
         const int64_t count = require_parts(how, x, parts);
@@ -300,7 +302,8 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("x"), py::arg("wire"), py::arg("seed") = 0, py::arg("parts") = py::none(),
       py::call_guard<py::gil_scoped_release>(),
-      "Packed numbers of x, or of its sum with packed parts [count, bytes]: codes, then the scales of blocks of 128.");
+      "Packed numbers of x, or of its sum with packed parts [count, bytes]: codes, then the scales of blocks "
+      "of 128.");
   module.def(
       "dequantize_sum",
       [](const at::Tensor& x, const at::Tensor& parts, const std::string& wire) {

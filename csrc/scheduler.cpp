@@ -131,7 +131,8 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
   ticket->record_.label = label;
   const std::string& code = wire.empty() ? code_ : wire;
   const int64_t whole = counted.numel() * counted.element_size();
-  ticket->record_.bytes = code.empty() ? whole : packed_bytes(quantization_called(code).code, counted.numel());
+  ticket->record_.bytes =
+      code.empty() ? whole : packed_bytes(quantization_called(code).code, counted.numel());
   ticket->record_.saved_bytes = whole - ticket->record_.bytes;
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();

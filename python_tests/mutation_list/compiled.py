@@ -4,6 +4,7 @@ from mutation_list.mutation import Mutation
 
 OVERLAP = "parallel/test_overlap_is_real.py"
 VIRTUAL = "virtual_device/test_virtual_stack.py"
+VIRTUAL_FAILURE = "virtual_device/test_virtual_failure.py"
 
 COMPILED = (
     Mutation(
@@ -75,7 +76,7 @@ COMPILED = (
         "csrc/halt.cpp",
         "if (work->exception()) return",
         "if (!work->isSuccess()) return",
-        (VIRTUAL,),
+        (VIRTUAL_FAILURE,),
         "No accelerator's group survives a failed op: NCCL's works throw there.",
     ),
     Mutation(
@@ -83,7 +84,7 @@ COMPILED = (
         "csrc/halt.cpp",
         "if (!whole.is_cpu() && at::isFloatingType(whole.scalar_type())) {",
         "if (false) {",
-        (VIRTUAL,),
+        (VIRTUAL_FAILURE,),
         "A rank whose host has gone on gets sums with zeros for those of the rank that failed.",
     ),
     Mutation(
