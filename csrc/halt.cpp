@@ -67,10 +67,10 @@ void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
   ticket->tensors_ = {flat, part};
   const std::lock_guard<std::mutex> lock(issuing_);
   const Splits numbers{sent, received};
-  const auto begin = [&]() -> c10::intrusive_ptr<c10d::Work> {
+  const auto begin = [&](Ticket& ticket) -> c10::intrusive_ptr<c10d::Work> {
     if (splits) return start_all_to_all(part, flat, numbers, wire, label);
     if (collective == "all_gather") return group(wire, label)->_allgather_base(flat, part);
-    if (collective == "reduce_scatter") return group(wire, label)->_reduce_scatter_base(part, flat);
+    if (collective == "reduce_scatter") return start_reduce_scatter(ticket, part, flat, wire, label);
     c10d::AllreduceOptions options;
     if (collective == "all_reduce_max")
       options.reduceOp = c10d::ReduceOp::MAX;
@@ -98,7 +98,7 @@ std::string OverlapScheduler::drain(double patience_seconds) {
   const double end = monotonic_seconds() + patience_seconds;
   for (const auto& [name, work, on_cpu] : under_way) {
     if (on_cpu) {
-      // Not every CPU work can report completion: gloo's reduce-scatter cannot.
+      // Not every CPU work can report completion.
       const double left = std::max(0.0, end - monotonic_seconds());
       try {
         work->wait(std::chrono::milliseconds(1 + static_cast<int64_t>(1e3 * left)));

@@ -153,8 +153,7 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
       ticket->work_->getFuture()->addCallback(
           [finish = ticket->finish_](c10::ivalue::Future&) { finish->at = monotonic_seconds(); });
     } catch (const c10::Error&) {
-      // Work::getFuture is optional in c10d (gloo has none for its reduce-scatter): see
-      // TicketRecord::finished.
+      // Work::getFuture is optional in c10d: see TicketRecord::finished.
     }
   }
   return ticket;
@@ -164,7 +163,7 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
 void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
                              const Start& start, const Splits* splits) {
   const TicketRecord& record = ticket->record_;
-  ticket->work_ = start();
+  ticket->work_ = start(*ticket);
   TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
               "' returned no work to wait for");
   const bool on_wire = record.collective.find(':') != std::string::npos;
@@ -208,7 +207,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, c
     TORCH_CHECK_VALUE(!wire.empty(), "all_reduce of ", label, ": only a sum on a wire has a residual");
     tensors.push_back(*residual);
   }
-  return issue(largest ? "all_reduce_max" : "all_reduce", wire, tensor, tensors, label, [&] {
+  return issue(largest ? "all_reduce_max" : "all_reduce", wire, tensor, tensors, label, [&](Ticket&) {
     c10d::AllreduceOptions options;
     if (largest) options.reduceOp = c10d::ReduceOp::MAX;
     return group(wire, label)->allreduce(tensors, options);
@@ -219,7 +218,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_gather(const at::Tensor& output, c
                                                      const std::string& label, const std::string& wire) {
   TORCH_CHECK(output.numel() == input.numel() * size_, "all_gather of ", label, ": the output holds ",
               output.numel(), " elements, not group size ", size_, " x input ", input.numel());
-  auto ticket = issue("all_gather", wire, output, {output, input}, label, [&] {
+  auto ticket = issue("all_gather", wire, output, {output, input}, label, [&](Ticket&) {
     at::Tensor whole = output.view(-1),
                part = input.view(-1);  // gloo requires equal shapes
     return group(wire, label)->_allgather_base(whole, part);
@@ -232,12 +231,26 @@ std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& outpu
                                                          const std::string& label, const std::string& wire) {
   TORCH_CHECK(input.numel() == output.numel() * size_, "reduce_scatter of ", label, ": the input holds ",
               input.numel(), " elements, not group size ", size_, " x output ", output.numel());
-  auto ticket = issue("reduce_scatter", wire, input, {output, input}, label, [&] {
-    at::Tensor part = output.view(-1), whole = input.view(-1);
-    return group(wire, label)->_reduce_scatter_base(part, whole);
+  auto ticket = issue("reduce_scatter", wire, input, {output, input}, label, [&](Ticket& ticket) {
+    return start_reduce_scatter(ticket, output, input, wire, label);
   });
   if (!ticket->work_ && output.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
+}
+
+// Gloo sums a copy of the whole tensor and takes its part of that in the wait, whose work does not tell when the sum
+// has ended. So the copy is made here, and its all-reduce tells.
+c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_reduce_scatter(Ticket& ticket, at::Tensor output,
+                                                                      at::Tensor input,
+                                                                      const std::string& wire,
+                                                                      const std::string& label) {
+  output = output.view(-1), input = input.view(-1);
+  const auto by = group(wire, label);
+  if (!input.is_cpu() || by->getBackend(c10::DeviceType::CPU)->getBackendName() != "gloo")
+    return by->_reduce_scatter_base(output, input);
+  std::vector<at::Tensor> whole{input.clone()};
+  ticket.part_.emplace(output, whole.front().narrow(0, rank_ * output.numel(), output.numel()));
+  return by->allreduce(whole);
 }
 
 std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, const at::Tensor& input,
@@ -269,7 +282,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, c
               " sends itself ", sent[rank_], " rows but receives ", received[rank_]);
   auto ticket = issue(
       "all_to_all", wire, input, {output, input}, label,
-      [&] { return start_all_to_all(output, input, splits, wire, label); }, &splits);
+      [&](Ticket&) { return start_all_to_all(output, input, splits, wire, label); }, &splits);
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
 }
@@ -330,6 +343,8 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
     const auto place = std::find(in_flight_.begin(), in_flight_.end(), ticket);
     if (place != in_flight_.end()) in_flight_.erase(place);
   }
+  if (ticket->part_) ticket->part_->first.copy_(ticket->part_->second);
+  ticket->part_.reset();
   const c10::intrusive_ptr<c10d::Work> work = ticket->work_;
   // Not c10's cast of the pointer itself, which keeps a work of another class forever.
   const auto* const local = dynamic_cast<LocalWork*>(work.get());

@@ -73,6 +73,8 @@ class Ticket {
   // Accelerators only: recorded on the compute stream at issue and around the wait, and on the scheduler's own
   // where the collective ends; read when they have passed.
   std::optional<c10::Event> at_issue_, before_wait_, after_wait_, end_;
+  // After the wait the second is copied to the first.
+  std::optional<std::pair<at::Tensor, at::Tensor>> part_;
 };
 
 // Description of a collective with which a rank that did not start it can start it.
@@ -185,7 +187,7 @@ class OverlapScheduler {
   // The group, or its wire's, for a collective with this label.
   c10::intrusive_ptr<c10d::ProcessGroup> group(const std::string& wire = "",
                                                const std::string& label = "") const;
-  using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  using Start = std::function<c10::intrusive_ptr<c10d::Work>(Ticket&)>;
   struct Splits {
     std::vector<int64_t> sent, received;
   };
@@ -195,6 +197,8 @@ class OverlapScheduler {
                                 const std::string& label, const Start& start, const Splits* splits = nullptr);
   void start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted, const Start& start,
              const Splits* splits = nullptr);
+  c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Ticket& ticket, at::Tensor output, at::Tensor input,
+                                                      const std::string& wire, const std::string& label);
   c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers,
                                                   const std::string& wire, const std::string& label);
   void note_error(const LocalWork& work, const std::string& label);

@@ -207,3 +207,27 @@ def test_bad_layers_and_names():
         make_stack(plain_blocks(2), None, layer_of=[0])
     with pytest.raises(ValueError, match=r"name must be of letters, .* got 'a, b'"):
         make_stack(plain_blocks(2), None, name="a, b")
+
+
+def check_ends():
+    """Sums by each collective, whose end is known before anybody waits for it."""
+    scheduler, size = scheduler_of(dist.group.WORLD), dist.get_world_size()
+    whole, part = torch.arange(4.0 * size).view(size, 4), torch.empty(4)
+    gathered, mine = torch.empty(size, 4), torch.full((4,), float(dist.get_rank()))
+    tickets = [
+        scheduler.reduce_scatter(part, whole, "a"), scheduler.all_gather(gathered, mine, "b"),
+        scheduler.all_reduce(mine.clone(), "c"),
+    ]  # fmt: skip
+    end = time.monotonic() + 60
+    while not all(ticket.record.finished for ticket in tickets) and time.monotonic() < end:
+        time.sleep(0.001)
+    known = [ticket.record.finished > 0 for ticket in tickets]
+    for ticket in tickets:
+        scheduler.wait(ticket)
+    torch.testing.assert_close(part, size * whole[dist.get_rank()])
+    torch.testing.assert_close(whole, torch.arange(4.0 * size).view(size, 4))
+    return known
+
+
+def test_a_collective_ends_when_it_ends_and_not_when_it_is_waited_for(two_ranks):
+    assert two_ranks.run(check_ends) == [[True] * 3] * 2
