@@ -22,6 +22,7 @@ from oases.autotp.pipeline.building import (
     Stages,
     divide_model,
     pipeline_options,
+    planned_dtype,
     segments_of,
 )
 from oases.autotp.pipeline.training import PipelineTraining
@@ -102,12 +103,13 @@ def parallelize(
 
     Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
     tensors, for quantised weights, and for a plan of another model; OverlapError with require_overlap=True for layers
-    that all stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
+    that stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
+    dtype = planned_dtype(plan, dtype)
     require_dtype(dtype)
     steps = pipeline_options(
         mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp, zero=zero, dtype=dtype
