@@ -19,7 +19,7 @@ from oases.parallel.messages import StageMessages
 from oases.plans.plan import Plan
 from oases.train.adapters import add_adapters
 
-_ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 3e-4}
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-4}
 """Largest relative difference of a loss from rounding, by the type of weights."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that predict the next token."""
