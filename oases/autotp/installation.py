@@ -131,12 +131,18 @@ def _tell_of_whole_layers(
     tp: GroupRank,
     required: bool,
 ) -> None:
-    """Warn of lists of layers that stay whole. OverlapError where overlap is required."""
-    whole = [
-        f"{each.name or type(model).__name__} ({len(signatures)} layers): {signatures[0]}"
-        for each, signatures in found
-        if all(isinstance(signature, UnsplittableError) for signature in signatures)
-    ]
+    """Warn of layers that stay whole, with their share of the parameters. OverlapError where overlap is required."""
+    whole = []
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for each, signatures in found:
+        at = [place for place, one in enumerate(signatures) if isinstance(one, UnsplittableError)]
+        if at:
+            many = f"{len(at)}" if len(at) == len(signatures) else f"{len(at)} of {len(signatures)}"
+            held = {p: p.numel() for place in at for p in model.get_submodule(each.paths[place]).parameters()}
+            whole.append(
+                f"{each.name or type(model).__name__} ({many} layers, {sum(held.values()) / total:.0%} of the "
+                f"parameters): {signatures[at[0]]}"
+            )
     if not whole or tp.ranks == 1:
         return
     text = f"every rank computes these layers whole, with no less time and memory: {'; '.join(whole)}"

@@ -22,6 +22,7 @@ from oases.autotp.pipeline.building import (
     Stages,
     divide_model,
     pipeline_options,
+    planned_dtype,
     segments_of,
 )
 from oases.autotp.pipeline.training import PipelineTraining
@@ -80,7 +81,8 @@ def parallelize(
     model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
     DeviceMesh (of several dimensions the one named "tp"; over "dp" the model averages its gradients in each backward
     pass but those in `model.no_sync()`), a process group, or None for the default group. plan: from `oases.plan`;
-    sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication inside each
+    sets schedule, recomputation and dtype; one of stages, micro-batches, FSDP or, without a mesh that averages over
+    "dp", replicas has `train_step`, too. schedule: as in OverlappedStack; "layers" overlaps communication inside each
     layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the model.
     weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
     `load_weights`) to `device`; None: the mesh's device, or the CPU. Without weights this rank's part of the model is
@@ -107,13 +109,14 @@ def parallelize(
 
     Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
     tensors, for quantised weights, and for a plan of another model; OverlapError with require_overlap=True for layers
-    that all stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
+    that stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
     mesh = with_backend(mesh, backend)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
+    dtype = planned_dtype(plan, dtype)
     require_dtype(dtype)
     steps = pipeline_options(
         mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp, zero=zero, dtype=dtype

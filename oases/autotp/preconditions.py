@@ -149,7 +149,8 @@ def tensor_parallel_group(
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
         require_runnable(plan)
-        mesh = _mesh_of(plan) if mesh is None else mesh
+        check(plan)
+        mesh = Mesh.of(plan) if mesh is None else mesh
     if isinstance(mesh, Mesh):
         group = mesh.tensor(mesh.degrees[-1])
     elif isinstance(mesh, DeviceMesh):
@@ -273,14 +274,3 @@ def options_of(segment: Segment, wire: str = "none") -> dict[str, Any]:
     if is_text(segment.schedule):
         return options | {"schedule": segment.generated()}
     return options | {"schedule": segment.schedule, "sub_batches": segment.sub_batches or None}
-
-
-def _mesh_of(plan: Plan) -> Mesh:
-    check(plan)
-    degree = plan.stages[0].segments[0].tp
-    if plan.world > degree:
-        raise UsageError(
-            f"plan: it has {plan.world // degree} replicas, whose gradients parallelize() does not average; give "
-            f"mesh=oases.parallel.mesh.Mesh.of(plan), and average them over mesh.data({degree})"
-        )
-    return Mesh.of(plan)

@@ -35,6 +35,7 @@ from oases.autotp.layers import TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
 from oases.autotp.module_snapshot import set_training_modes, training_modes
 from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.samples import relation_of_samples
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
@@ -163,6 +164,8 @@ class Program:
     def _length(self, want: Any) -> _Length:
         if isinstance(want, int):
             return want
+        if want.node.expr.is_number:  # a symbol that the trace found to have one value
+            return int(want.node.expr)
         found = self.exported.ranges.get(want.node.expr)
         return (want.node.expr, *((0, math.inf) if found is None else (float(found.lower), float(found.upper))))
 
@@ -201,7 +204,14 @@ class Program:
             return self.reason
         assert self.activation is not None
         x = self._shapes[self.activation]
-        return "its graph is valid for one batch size alone" if x and isinstance(x[0], int) else ""
+        return "its graph is valid for one batch size alone" if x and isinstance(x[0], int) else self._relation
+
+    @cached_property
+    def _relation(self) -> str:
+        """Op that relates the samples of the activation, or ""."""
+        assert self.activation is not None
+        name = self.exported.inputs[self.activation]
+        return relation_of_samples(self.exported.graph, str(name), self.exported.outputs[0])
 
     def module(self) -> tuple[Any, tuple[str, ...]]:
         """The whole layer as a function with its all-reduces, and the placeholders it reads."""

@@ -175,7 +175,7 @@ def _difference(said: Mapping[int, dict[str, Any]]) -> Disagreement | None:
                     f"{other} on rank {rank}; make the same calls on all of them",
                     stuck,
                 )
-        if mine["samples"] and theirs["samples"] and not _alike(mine["samples"], theirs["samples"]):
+        if mine["samples"] and theirs["samples"] and not alike(mine["samples"], theirs["samples"]):
             return Disagreement(
                 f"ranks {first} and {rank} were given different inputs, of which each computes a part of one result; "
                 "give all ranks of a tensor-parallel group the same batch, and vary batches over data-parallel "
@@ -185,7 +185,8 @@ def _difference(said: Mapping[int, dict[str, Any]]) -> Disagreement | None:
     return None
 
 
-def _alike(one: Samples, other: Samples) -> bool:
+def alike(one: Samples, other: Samples) -> bool:
+    """Whether samples of the same tensors are equal up to rounding."""
     for (exact, mine), (_, theirs) in zip(one, other, strict=False):
         largest = max(map(abs, (*mine, *theirs)), default=0.0)
         allowed = 0.0 if exact else _TOLERANCE * largest

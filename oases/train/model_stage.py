@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp import parallelize
+from oases.autotp.pipeline.dataflow import IGNORED
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration
@@ -18,6 +19,8 @@ from oases.parallel.messages import StageMessages
 from oases.plans.plan import Plan
 from oases.train.adapters import add_adapters
 
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-4}
+"""Largest relative difference of a loss from rounding, by the type of weights."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that predict the next token."""
 
@@ -96,6 +99,37 @@ class ModelStage:
     def evaluate(self, batches: Sequence[dict[str, Tensor]]) -> float:
         """Run forward passes only; returns the mean loss of the batches."""
         return sum(float(self._training.eval_step(**samples)) for samples in batches) / len(batches)
+
+    def require_packable(self, samples: dict[str, Tensor], vocabulary: int) -> None:
+        """Raise UsageError, on all ranks, where a packed example attends to the one before it in its row.
+
+        samples: rows of this rank, of which the tokens are taken. Positions alone separate packed examples, and some
+        models build no mask from them. Two batches that differ in the first example of each row must have the same
+        loss on the second one; up to rounding, as a mixture of experts multiplies other tokens together.
+        """
+        tokens = samples["input_ids"]
+        half, sequence = tokens.shape[1] // 2, tokens.shape[1]
+        if sequence < 3:  # no room for two
+            return
+        places = torch.arange(sequence, device=tokens.device)
+        labels, other = tokens.clone(), tokens.clone()
+        labels[:, : half + 1] = IGNORED
+        other[:, :half] = other[:, :half] % (vocabulary - 1) + 1
+        given = {
+            "labels": labels,
+            "position_ids": torch.where(places < half, places, places - half).expand_as(tokens),
+        }
+        self._model.eval()
+        try:
+            one, two = (self.evaluate([{"input_ids": each, **given}]) for each in (tokens, other))
+        finally:
+            self._model.train()
+        if abs(one - two) > _ROUNDING[next(self._model.parameters()).dtype] * abs(one):
+            raise UsageError(
+                f"instruction data: {type(self._model).__name__} does not separate the examples of a row by "
+                f"position_ids: the loss of one changes from {one:.6f} to {two:.6f} with the one before it; train it "
+                "on text, or by oases.parallelize(model, mesh=...) in a loop of your own, one example in each row"
+            )
 
     def close(self) -> None:
         """Close the messages."""

@@ -33,6 +33,7 @@ from oases.train.checkpoint.state import random_streams
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
 from oases.train.data import Corpus
 from oases.train.failure_notifier import FailureNotifier
+from oases.train.instructions import Instructions
 from oases.train.load_balance import LoadBalance
 from oases.train.logs import last_logged_step
 from oases.train.meter import Meter
@@ -96,6 +97,8 @@ class Trainer:
         self._updating = False
         """Set during the optimizer update; still set if that failed."""
         self.stage.prepare(PRECISIONS[config.precision])
+        if isinstance(self.corpus, Instructions) and isinstance(self.stage, ModelStage):
+            self.stage.require_packable(self._samples("train", 0), plan.model.vocabulary)
         self.optimizer = adamw(
             self.model,
             config.precision,

@@ -24,7 +24,7 @@ def mesh_of(*shape):
 
 def shares(data, shape, model):
     """The samples of this rank's replica."""
-    replica = model.oases_pipeline.mesh.replica(shape[2])
+    replica = model.oases_pipeline.mesh.replica(shape[2]) if hasattr(model, "oases_pipeline") else 0
     return {key: value.chunk(shape[1])[replica] for key, value in data.items()}
 
 
@@ -56,16 +56,23 @@ def trained_in_stages(
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         theirs.step()
         ours.zero_grad()
-        loss = model.train_step(**shares(data, shape, model))
-        pairs.append((float(expected.detach()), float(loss)))
+        if hasattr(model, "train_step"):
+            loss = model.train_step(**shares(data, shape, model))
+        else:  # a plan of tensor parallelism alone
+            loss = model(**data).loss
+            loss.backward()
+        pairs.append((float(expected.detach()), float(loss.detach())))
         pairs.append((float(norm), float(oases.clip_grad_norm(model, 1.0))))
         ours.step()
     data = batch(name, samples=8, seed=9, dtype=dtype)
     with torch.no_grad():
-        pairs.append((float(plain(**data).loss), float(model.eval_step(**shares(data, shape, model)))))
+        staged = hasattr(model, "eval_step")
+        found = model.eval_step(**shares(data, shape, model)) if staged else model(**data).loss
+        pairs.append((float(plain(**data).loss), float(found)))
     held = sum(local(parameter).numel() for parameter in model.parameters()) / whole
     runs = [(each.runs, each.schedule, each.layers) for each in model.oases_partition.layers]
-    model.oases_pipeline.close()
+    if staged:
+        model.oases_pipeline.close()
     return pairs, held, runs
 
 

@@ -45,6 +45,20 @@ def apart(name, changed, options):
     return logits, gradients_apart(model, parallel), parallel.oases_partition.json()["layers"][0]
 
 
+def of_one_sample(name):
+    """Differences of logits of one sample at two lengths; its batch of one is a constant in the graph."""
+    model, parallel = build(name), build(name)
+    oases.parallelize(parallel)
+    tokens = batch(name, length=12)["input_ids"][:1]
+    with torch.no_grad():
+        return [float((model(t).logits - parallel(t).logits).abs().max()) for t in (tokens[:, :10], tokens)]
+
+
+def test_one_sample_at_two_lengths(two_ranks):
+    for found in two_ranks.run(of_one_sample, "mixtral"):
+        assert max(found) < 1e-5
+
+
 @pytest.mark.slow
 def test_over_four_ranks(four_ranks):
     for logits, gradients, layers in four_ranks.run(apart, "mixtral", {}, {}):

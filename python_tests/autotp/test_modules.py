@@ -155,6 +155,24 @@ class InPlace(Block):
         return x + self.mlp(h).add_(1) + view.view_as(h)
 
 
+class SequenceFirst(Plain):
+    """Layers with activations of [sequence, batch, width]."""
+
+    class Layer(Block):
+        def forward(self, x):
+            x = x + self.attn(self.norm(x).transpose(0, 1)).transpose(0, 1)
+            return x + self.mlp(self.norm2(x))
+
+    def __init__(self):
+        super().__init__(self.Layer)
+
+    def forward(self, tokens):
+        x = self.table(tokens).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.transpose(0, 1))
+
+
 BLOCKS = {Einsum: ACROSS, Bare: ACROSS, WeightNorm: ACROSS, TorchAttention: INSIDE, Convolution: ACROSS,
           Biased: ACROSS, Adapted: ACROSS, OneNorm: ACROSS, MixedBias: ACROSS, BatchNorm: WHOLE,
           RunningMean: WHOLE, InPlace: ACROSS}  # fmt: skip
@@ -176,6 +194,17 @@ def test_layers_in_many_spellings(two_ranks, kind):
         assert worst < CLOSE
         assert report["layers"][0]["runs"] == BLOCKS[kind], report["layers"][0]["reason"]
         assert bool(report["layers"][0]["reason"]) == (BLOCKS[kind] != ACROSS)
+
+
+def of_sequence_first():
+    return beside_itself(SequenceFirst)
+
+
+def test_a_sequence_in_the_place_of_samples_is_not_cut(two_ranks):
+    for worst, report in two_ranks.run(of_sequence_first):
+        assert worst < CLOSE
+        assert report["layers"][0]["runs"] == INSIDE
+        assert "relates elements along dimension 0" in report["layers"][0]["reason"]
 
 
 def fused(layout, keys):

@@ -107,11 +107,11 @@ def test_a_plan_says_schedule_and_recomputation(two_ranks):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"fsdp": True, "world": 4}, "fsdp needs train_step"),
         ({"experts": Experts(4)}, "does not do experts 4 .*leave them out"),
         ({"degrees": (1, 2)}, r"segments have the tensor-parallel degrees \[1, 2\]"),
         ({"blocks": (1, 3)}, "does not do num_blocks 1 for such a model; give segments of whole layers"),
-        ({"world": 4}, r"it has 2 replicas, whose gradients .*Mesh.of\(plan\), and average them over mesh.data\(2\)"),
+        ({"world": 4}, "it is for 4 ranks, the run has 1"),
+        ({"fsdp": True, "world": 4}, "it is for 4 ranks, the run has 1"),
     ],
 )
 def test_what_a_plan_says_and_nobody_would_do_is_refused(changes, told):

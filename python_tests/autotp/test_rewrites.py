@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autotp.comparison import ACROSS, CLOSE, WHOLE, said
-from autotp.plain_models import WIDTH, Attention, Block, Plain, beside_itself, made, spec, tokens
+from autotp.plain_models import WIDTH, Attention, Block, Plain, apart, beside_itself, made, spec, tokens
 from torch import nn
 
 import oases
@@ -170,7 +170,7 @@ def told_of_whole_layers():
         oases.parallelize(made(Plain, OwnBackward), spec=spec())
     model = made(Plain, OwnBackward)
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with pytest.raises(OverlapError, match=r"layers \(2 layers\): OwnBackward calls the autograd function"):
+    with pytest.raises(OverlapError, match=r"layers \(2 layers, 80% .*\): OwnBackward calls the autograd function"):
         oases.parallelize(model, spec=spec(), require_overlap=True)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
     return [str(each.message) for each in told if "computes these layers whole" in str(each.message)]
@@ -179,8 +179,44 @@ def told_of_whole_layers():
 def test_layers_that_stay_whole_are_told_of_once(two_ranks):
     first, second = two_ranks.run(told_of_whole_layers)
     assert len(first) == 1
-    assert "every rank computes these layers whole, with no less time and memory: layers (2 layers): Own" in first[0]
+    told = "every rank computes these layers whole, with no less time and memory: layers (2 layers, 80% of"
+    assert told in first[0]
     assert second == []
+
+
+class Every2nd(Plain):
+    """A list with a layer that cannot be sharded."""
+
+    def __init__(self):
+        super().__init__(layers=2)
+        self.layers = nn.ModuleList([Either(False), Either(True)])
+
+
+class Either(OwnBackward):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def mlp(self, x):
+        return super().mlp(x) if self.own else Block.mlp(self, x)
+
+    def forward(self, x):
+        return super().forward(x).tanh() if self.own else super().forward(x)
+
+
+def told_of_some_whole_layers():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = oases.parallelize(made(Every2nd), spec=spec())
+    with pytest.raises(OverlapError, match=r"layers \(1 of 2 layers, .*\): Either calls the autograd function"):
+        oases.parallelize(made(Every2nd), spec=spec(), require_overlap=True)
+    return apart(made(Every2nd), model, tokens()), ["1 of 2 layers" in str(each.message) for each in told]
+
+
+def test_some_layers_that_stay_whole_are_told_of(two_ranks):
+    found = two_ranks.run(told_of_some_whole_layers)
+    assert max(worst for worst, _ in found) < CLOSE
+    assert [any(told) for _, told in found] == [True, False]
 
 
 def test_the_error_of_users_is_public():

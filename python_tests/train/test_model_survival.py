@@ -1,5 +1,6 @@
 """Runs of parallelized models that are killed in steps and in saves go on equal to the bit, at other degrees too."""
 
+import math
 import os
 import random
 import signal
@@ -13,7 +14,6 @@ from model_sessions import run
 from oases.testing import RankPool
 
 STEPS = 12
-TP = (1, 1, 2)
 
 
 def wait_for(condition, ended):
@@ -26,7 +26,7 @@ def wait_for(condition, ended):
     return True
 
 
-def kill_one(folder, kind, step, generator, ended):
+def kill_one(folder, kind, step, generator, ended, ranks):
     """Kill a rank while it starts, in a step or in a save, after `step` steps; returns whether one was killed."""
 
     def pids():
@@ -37,7 +37,7 @@ def kill_one(folder, kind, step, generator, ended):
         done = resumed.read_text() if resumed.exists() else ""
         return bool(done) and len(lines_of(folder / "log.jsonl")) >= max(step, int(done) + 1)
 
-    conditions = [lambda: len(pids()) == 2 and all(pids())]
+    conditions = [lambda: len(pids()) == ranks and all(pids())]
     conditions += [gone_on] if kind != "start" else []
     conditions += [lambda: any((folder / "run").glob(".step-*.part"))] if kind == "checkpoint" else []
     if not all(wait_for(condition, ended) for condition in conditions):
@@ -48,16 +48,16 @@ def kill_one(folder, kind, step, generator, ended):
     return True
 
 
-def killed_run(folder, kinds, seed, steps):
+def killed_run(folder, kinds, seed, steps, degrees):
     """Train to the end, killed once for each kind; returns the number of kills that hit."""
     generator, hits = random.Random(seed), 0
     moments = sorted(generator.randrange(1, steps - 1) for _ in kinds)
     for kind, moment in [*zip(kinds, moments, strict=True), (None, None)]:
         for left in (*folder.glob("rank-?"), *folder.glob("resumed")):
             left.unlink()
-        with RankPool(2) as ranks, ThreadPoolExecutor(1) as pool:
-            training = pool.submit(ranks.run, run, str(folder), TP, steps)
-            hit = kind is not None and kill_one(folder, kind, moment, generator, training.done)
+        with RankPool(math.prod(degrees)) as ranks, ThreadPoolExecutor(1) as pool:
+            training = pool.submit(ranks.run, run, str(folder), degrees, steps)
+            hit = kind is not None and kill_one(folder, kind, moment, generator, training.done, math.prod(degrees))
             if not hit:
                 training.result()
                 return hits
@@ -67,12 +67,12 @@ def killed_run(folder, kinds, seed, steps):
     return hits
 
 
-def check(two_ranks, folder, kinds, seed, steps):
+def check(ranks, folder, kinds, seed, steps, degrees):
     """Compare a killed run with one that nobody disturbs."""
     for name in ("killed", "unbroken"):
         (folder / name).mkdir()
-    two_ranks.run(run, str(folder / "unbroken"), TP, steps)
-    assert killed_run(folder / "killed", kinds, seed, steps) >= len(kinds) - 1
+    ranks.run(run, str(folder / "unbroken"), degrees, steps)
+    assert killed_run(folder / "killed", kinds, seed, steps, degrees) >= len(kinds) - 1
     losses = losses_of(folder / "unbroken" / "log.jsonl")
     assert losses_of(folder / "killed" / "log.jsonl") == losses
     assert [step for step, _ in losses] == list(range(1, steps + 1))
@@ -81,17 +81,24 @@ def check(two_ranks, folder, kinds, seed, steps):
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [("step", "checkpoint"), pytest.param(("step", "checkpoint", "start", "checkpoint") * 5, marks=pytest.mark.slow)],
-)
-def test_killed_runs_go_on_equal_to_the_bit(two_ranks, tmp_path, kinds):
-    steps = STEPS + 2 * len(kinds)
-    check(two_ranks, tmp_path, kinds, 5, steps)
+    ("pool", "kinds", "degrees"),
+    [
+        ("two_ranks", ("step", "checkpoint"), [(1, 1, 2), (1, 2, 1), (1, 1, 1)]),
+        pytest.param(
+            "four_ranks", ("step", "checkpoint", "start", "checkpoint") * 5, [(2, 1, 2), (1, 2, 2), (1, 1, 1)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_killed_runs_go_on_equal_to_the_bit(request, tmp_path, pool, kinds, degrees):
+    """At the first of the degrees, and then resumed at the others."""
+    steps, ranks = STEPS + 2 * len(kinds), request.getfixturevalue(pool)
+    check(ranks, tmp_path, kinds, 5, steps, degrees[0])
     folder, more = tmp_path / "killed", steps + 2
-    two_ranks.run(run, str(tmp_path / "unbroken"), TP, more)
+    ranks.run(run, str(tmp_path / "unbroken"), degrees[0], more)
     losses = [loss for _, loss in losses_of(tmp_path / "unbroken" / "log.jsonl")]
-    for degrees in ((1, 2, 1), (1, 1, 1)):
-        two_ranks.run(run, str(folder), degrees, more, 100)
+    for others in degrees[1:]:
+        ranks.run(run, str(folder), others, more, 100)
         found = [loss for _, loss in losses_of(folder / "log.jsonl")]
         assert found[:-2] == losses[:-2]
         assert found[-2:] == pytest.approx(losses[-2:], rel=1e-4)

@@ -19,6 +19,10 @@ LLAMA = dict(
     num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256, max_position_embeddings=64,
     tie_word_embeddings=True,
 )  # fmt: skip
+OPT = dict(
+    model_type="opt", architectures=["OPTForCausalLM"], hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=256, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.0,
+)  # fmt: skip
 STEPS, BATCH, SEQUENCE = 4, 8, 24
 
 
@@ -121,6 +125,19 @@ def test_packed_examples_have_losses_of_their_own(llama, tuning):
     assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert (samples["labels"] == IGNORED).any()
     assert ((samples["labels"] == IGNORED) | (samples["labels"] == samples["input_ids"])).all()
+
+
+def packed_opt(folder, tuning, degrees):
+    with pytest.raises(UsageError, match=r"OPTForCausalLM does not separate the examples of a row by position_ids"):
+        Trainer(config_of(folder, data=tuning, degrees=degrees))
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(1, 1, 2), pytest.param(Degrees(1, 2, 1), marks=pytest.mark.slow)], ids=str
+)
+def test_a_model_whose_packed_examples_see_each_other_is_refused(two_ranks, tmp_path, tuning, degrees):
+    (tmp_path / "config.json").write_text(json.dumps(OPT))
+    two_ranks.run(packed_opt, str(tmp_path), tuning, degrees)
 
 
 def test_instructions_are_drawn_by_step_and_divided(tuning):

@@ -77,7 +77,10 @@ def pipeline_options(
     zero: bool,
     dtype: torch.dtype | None,
 ) -> PipelineOptions | None:
-    """Options for a mesh with the dimension "pp" or a plan of several stages or micro-batches; None without.
+    """Options for a mesh with the dimension "pp", or a plan of stages, micro-batches, replicas or FSDP; None without.
+
+    The replicas of a DeviceMesh without "pp", and of a process group, are not this function's: the model averages its
+    gradients over "dp" in each backward pass, the user over what lies outside of a group.
 
     Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
     """
@@ -88,22 +91,23 @@ def pipeline_options(
     )
     if wrong:
         raise UsageError(f"plan: it has no {wrong[0]}; leave {wrong[0]} out, or plan for it")
-    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1 or micro_batches is not None):
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if plan is not None and (_is_staged(plan, mesh, names) or micro_batches is not None):
         if micro_batches not in (None, plan.micro_batches):
             raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
         require_runnable(plan)
-        given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
         counts = tuple(len(plan.layers_of(part)) for part in plan.parts)
         degree = plan.stages[0].segments[0].tp
-        return PipelineOptions(given, degree, pipeline_of(plan), counts, plan.fsdp, plan.zero, dtype)
-    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+        return PipelineOptions(
+            _mesh_of(plan, degree, mesh), degree, pipeline_of(plan), counts, plan.fsdp, plan.zero, dtype
+        )
     if "pp" not in names:
         if micro_batches is not None:
             raise UsageError(
                 f"micro_batches {micro_batches} needs a mesh with the dimension 'pp'; without it accumulate "
                 "gradients in your loop"
             )
-        if fsdp or (plan is not None and plan.fsdp):
+        if fsdp:
             raise UsageError(
                 "fsdp needs train_step(), and so a mesh with the dimension 'pp', of size 1 for one stage; or call "
                 "torch's fully_shard"
@@ -119,9 +123,59 @@ def pipeline_options(
         raise UsageError(
             f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; a mesh with 'pp' takes all of them"
         )
-    order = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names]).flatten().tolist()
-    made = Mesh.of_stages([[degree]] * stages, order=order, fsdp=fsdp or zero)
+    made = Mesh.of_stages([[degree]] * stages, order=_order(mesh, names), fsdp=fsdp or zero)
     return PipelineOptions(made, degree, schedule, fsdp=fsdp, zero=zero, dtype=dtype)
+
+
+def planned_dtype(plan: Plan | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Type of weights in passes: the plan's where none is given. UsageError for another than the plan's."""
+    if plan is None:
+        return dtype
+    planned: torch.dtype = getattr(torch, plan.model.dtype)
+    if dtype not in (None, planned):
+        raise UsageError(
+            f"plan: it is for a model in {planned}, and dtype is {dtype}; leave dtype out, or plan for {dtype}"
+        )
+    return dtype if planned == torch.float32 else planned
+
+
+def _is_staged(plan: Plan, mesh: Any, names: Sequence[str]) -> bool:
+    """Whether the model trains by `train_step`: it is in stages, or what the plan has needs whole steps."""
+    if len(plan.stages) > 1 or plan.micro_batches > 1 or plan.fsdp or "pp" in names:
+        return True
+    return plan.uniform_tp not in (None, plan.world) and (mesh is None or isinstance(mesh, Mesh))
+
+
+def _order(mesh: DeviceMesh, names: Sequence[str]) -> list[int]:
+    """Ranks of a mesh in the order of DIMENSIONS."""
+    found: list[int] = (
+        mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names]).flatten().tolist()
+    )
+    return found
+
+
+def _mesh_of(plan: Plan, degree: int, mesh: Any) -> Mesh:
+    """The mesh of a plan, with the ranks in the order of a given one. UsageError for a mesh of other sizes."""
+    wanted = dict(zip(DIMENSIONS, (len(plan.stages), plan.stage_ranks // degree, degree), strict=True))
+    given = dict(wanted)
+    if isinstance(mesh, Mesh):
+        tp = mesh.degrees[-1]
+        given = dict(zip(DIMENSIONS, (mesh.num_stages, mesh.ranks // tp, tp), strict=True))
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ("tp",) * (mesh.ndim == 1)
+        if not names or not set(names) <= set(DIMENSIONS):
+            raise UsageError(
+                f"mesh has the dimensions {names or mesh.ndim}; one of a plan may have {', '.join(DIMENSIONS)} alone"
+            )
+        given = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
+    if given != wanted:
+        planned, got = (" x ".join(f"{name} {size}" for name, size in each.items()) for each in (wanted, given))
+        raise UsageError(f"plan: it is for {planned}, the mesh has {got}; leave mesh out, or give one of these sizes")
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        return Mesh.of(plan, order=_order(mesh, names))
+    return Mesh.of(plan, process_group=mesh)
 
 
 @dataclass(frozen=True)

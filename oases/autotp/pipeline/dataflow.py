@@ -252,17 +252,24 @@ def dataflow_of(
 
     UsageError where the pass fails, or a unit reads what another one does not return.
     """
-    recorder = DataflowRecorder(model, units)
+    recorder, ran = DataflowRecorder(model, units), False
     try:
         with running_without_data(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
             labels = kwargs.get("labels")
             if isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point():
                 recorder.follow(labels)
-            return recorder.finish(loss(model(*args, **kwargs)))
+            result, ran = model(*args, **kwargs), True
+            return recorder.finish(loss(result))
     except UsageError:
         raise
     except Exception as error:  # a model's forward may raise anything
+        if ran:
+            raise UsageError(
+                f"spec.loss failed on the result of {type(model).__name__} ({type(error).__name__}: {error}): it may "
+                "read that result alone, not hidden states that a hook keeps, which other stages do not have; ask "
+                "for them in the result (output_hidden_states=True), or train without pipeline stages"
+            ) from error
         raise UsageError(
             f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}); give "
             "spec=ParallelSpec(inputs=...) with inputs like those of train_step()"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
 from oases.errors import UsageError
+from oases.execution.agreement import alike, is_sampled, samples_of
 from oases.execution.executor import Context
 from oases.execution.group import group_of
 from oases.parallel.collectives import all_reduce
@@ -57,6 +59,7 @@ class PipelineTraining:
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
+        self._degree, self._number = degree, 0
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
         self.messages: StageMessages | None = None
@@ -185,6 +188,7 @@ class PipelineTraining:
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[MicroBatch], Tensor]:
         """Micro-batches, and the share of each one's mean loss in the step's."""
         found, tree = pytree.tree_flatten((args, dict(kwargs)))
+        self._require_same_batch([each for each in found if isinstance(each, Tensor)])
         first = next((each for each in found if isinstance(each, Tensor) and each.dim() > 0), None)
         if first is None:
             raise UsageError("train_step() was given no tensor; pass it the arguments of the model's forward")
@@ -202,6 +206,26 @@ class PipelineTraining:
         ]
         batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
         return batches, self._shares([each[1].get("labels") for each in batches], self._flow_of(batches[0])[0])
+
+    def _require_same_batch(self, given: list[Tensor]) -> None:
+        """Raise UsageError, on all ranks, where the stages of a replica were given different batches.
+
+        Compared at the calls 1, 2, 4, 8, ..., before any message. The ranks of one stage are compared by the model.
+        """
+        self._number += 1
+        if self.mesh.num_stages == 1 or not is_sampled(self._number):
+            return
+        mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given))
+        said: list[Any] = [None] * dist.get_world_size(self.mesh.run)
+        dist.all_gather_object(said, mine, group=self.mesh.run)
+        first: dict[int, int] = {}
+        for rank, (replica, shapes, samples) in enumerate(said):
+            other = first.setdefault(replica, rank)
+            if shapes != said[other][1] or not alike(samples, said[other][2]):
+                raise UsageError(
+                    f"train_step(): ranks {other} and {rank}, of one replica, were given different batches; give all "
+                    "its stages and tensor-parallel ranks the same batch, and vary batches over replicas alone"
+                )
 
     def _shares(self, labels: Sequence[Any], flow: Dataflow) -> Tensor:
         """Share of each micro-batch in the mean: equal, or by its labels where some are ignored."""
