@@ -121,6 +121,8 @@ class _File:
         self._opened = self._open()
 
     def _open(self) -> Any:
+        if not self.path.is_file():  # a pipe would be waited for, a device has no end
+            raise UsageError(f"{str(self.path)!r} is not a regular file; give a safetensors file")
         try:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:

@@ -145,7 +145,60 @@ def without_a_checksum_of_the_shard(folder):
     write_checksums(folder, {name: digest for name, digest in listed_files(folder).items() if name != SHARD})
 
 
+def with_an_index(data):
+    def make(folder):
+        (folder / INDEX).write_bytes(data)
+        sign(folder)
+
+    return make
+
+
+def with_chunks(change):
+    return lambda folder: rewrite(
+        folder, lambda index: change(next(each.chunks for each in index.state_dict_metadata.values()))
+    )
+
+
+def with_another_shard(folder):
+    buffer = io.BytesIO()
+    torch.save({"a": 1}, buffer)
+    old = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(old + buffer.getvalue())
+
+    def change(index):
+        place = next(iter(index.storage_data.values()))
+        place.offset, place.length = len(old), len(buffer.getvalue())
+
+    rewrite(folder, change)
+
+
+def with_a_field(**fields):
+    def make(folder):
+        record = json.loads((folder / RECORD).read_text())
+        (folder / RECORD).write_text(json.dumps(record | fields))
+        sign(folder)
+
+    return make
+
+
 HOSTILE = {
+    "costly key": (with_an_index(b"\x80\x02})" + b"2\x86" * 60 + b"Ns."), "has a tuple as a key"),
+    "deep key": (with_an_index(b"\x80\x02})" + b"\x85" * 2_000_000 + b"Ns."), "has a tuple as a key"),
+    "memo": (with_an_index(b"\x80\x02Nr\xff\xff\xff\x0f."), "is a NoneType"),
+    "class": (
+        with_an_index(b"\x80\x02cpathlib\nPosixPath\nN}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b."),
+        "it changes",
+    ),
+    "no chunks": (with_chunks(lambda chunks: chunks.clear()), "do not cover it once"),
+    "chunk twice": (with_chunks(lambda chunks: chunks.extend(chunks[:1])), "do not cover it once"),
+    "many chunks": (with_chunks(lambda chunks: chunks.extend(chunks[:1] * 100_000)), "more than"),
+    "another shard": (with_another_shard, "holds something else|cannot be read"),
+    "format": (with_a_field(format="3"), "format is '3'"),
+    "step": (with_a_field(step=True), "step is True"),
+    "step of another": (with_a_field(step=400), "step is 400 in step-000004"),
+    "negative updates": (with_a_field(updates=-5), "updates is -5"),
+    "config": (with_a_field(config=[1]), "config is"),
+    "optimizer": (with_a_field(optimizer={"class": 5, "groups": "x"}), "optimizer holds"),
     "command": (runs_a_command, r"refers to posix\.system"),
     "hidden command": (hides_a_command, r"refers to posix\.system"),
     "builtin": (names_a_builtin, r"refers to builtins\.eval"),

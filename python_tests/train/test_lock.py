@@ -161,6 +161,20 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
+def test_a_lock_lost_by_reading_the_file_is_taken_again_or_known_as_lost(tmp_path, other):
+    held = FolderLock(tmp_path)
+    (tmp_path / LOCK).read_text()  # ends the lock
+    held.require()
+    with pytest.raises(AssertionError):
+        other()
+    (tmp_path / LOCK).read_text()
+    other()
+    with pytest.raises(OSError, match="no longer this run's"):
+        held.require()
+    held.release()
+    assert (tmp_path / LOCK).exists()
+
+
 # --- runs ---
 
 

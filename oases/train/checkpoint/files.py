@@ -152,7 +152,10 @@ def load(
         found = {name: each.get_state() for name, each in generators(model).items() if name in record.random}
         random = {name: random_name(name, rank) for name in found}
         loaded.wanted |= {random[name]: value for name, value in found.items()}
-    dcp.load(loaded.wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+    try:
+        dcp.load(loaded.wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+    except dcp.api.CheckpointException as error:  # no Exception; on all ranks alike
+        raise _unreadable(path, error) from error
     loaded.finish()
     set_random_states(model, {name: loaded.wanted[key] for name, key in random.items()})
     return record
@@ -194,6 +197,10 @@ def _stored_names(
             "build the model that was saved"
         )
     return found
+
+
+def _unreadable(path: Path, error: BaseException) -> UsageError:
+    return UsageError(f"checkpoint {str(path)!r} is corrupt: its shards cannot be read ({error!s:.300}); use another")
 
 
 def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
@@ -260,6 +267,8 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
             out.flush()
             os.fsync(out.fileno())
         aside.rename(file)
+    except dcp.api.CheckpointException as error:
+        raise _unreadable(path, error) from error
     except OSError as error:
         raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}; give another path") from error
     finally:

@@ -118,8 +118,10 @@ class _Hold:
         if self._descriptor < 0:
             return _text(self._file) == self._mine
         try:
+            # Again: a lock ends where its process closes any descriptor of the file, as a copy of the folder does.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._file, follow_symlinks=False))
-        except FileNotFoundError:
+        except (FileNotFoundError, BlockingIOError, PermissionError):
             return False
 
     def require(self) -> None:

@@ -24,7 +24,7 @@ RECORD = "checkpoint.json"
 _KINDS = {
     "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
     "names": dict, "optimizer": dict, "streams": dict, "choices": dict, "extra": dict,
-    "backend": str,
+    "backend": str, "config": dict, "format": int,
 }  # fmt: skip
 """Types of the fields that a resumed run reads."""
 
@@ -89,6 +89,7 @@ class Metadata:
             for name, kind in _KINDS.items():
                 if not isinstance(getattr(record, name), kind):
                     raise TypeError(f"{name} is {short(getattr(record, name))}")
+            record._require_valid(Path(folder).name)
             return record
         except NewerFormatError:
             raise
@@ -96,6 +97,29 @@ class Metadata:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error!s:.300}); use another"
             ) from error
+
+    def _require_valid(self, folder: str) -> None:
+        """Raise TypeError for a field whose contents are of another type, ValueError for one out of range."""
+        for name in ("step", "updates", "ranks", "format"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not 0 <= number < 2**63:
+                raise ValueError(f"{name} is {short(number)}")
+        if folder.startswith("step-") and folder[5:].isdecimal() and int(folder[5:]) != self.step:
+            raise ValueError(f"step is {self.step} in {folder}")
+        optimizer = {"class": str, "groups": list, "numbers": dict}
+        texts = [*self.random, *self.names.values(), *self.choices.values()]
+        streams = [each for pair in self.streams.values() for each in (pair if isinstance(pair, list) else [pair])]
+        valid = {
+            "optimizer": all(isinstance(self.optimizer.get(name, kind()), kind) for name, kind in optimizer.items())
+            and all(isinstance(group, dict) for group in self.optimizer.get("groups", [])),
+            "random, names or choices": all(isinstance(text, str) for text in texts),
+            "losses": all(isinstance(loss, (int, float)) for loss in self.losses),
+            "streams": all(isinstance(pair, list) for pair in self.streams.values())
+            and all(each is None or (isinstance(each, int) and abs(each) < 2**64) for each in streams),
+        }
+        for name, right in valid.items():
+            if not right:
+                raise TypeError(f"{name} holds a value of a wrong type")
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
         """Raise UsageError, naming what differs, unless the checkpoint in `folder` is of a model of these sizes."""

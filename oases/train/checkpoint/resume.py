@@ -8,7 +8,7 @@ from typing import Any
 
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank
+from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.integrity import INDEX, find_fault
 from oases.train.checkpoint.metadata import RECORD, Metadata, NewerFormatError, is_checkpoint
@@ -117,7 +117,7 @@ def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> P
 
 def _fault(path: Path, group: ProcessGroup | None) -> str:
     """Describe what is wrong with a checkpoint, or "". Collective; the same on all ranks."""
-    return find_fault(path, group) or _record_fault(path) or _index_fault(path)
+    return find_fault(path, group) or _record_fault(path) or _index_fault(path) or _shard_fault(path, group)
 
 
 def _record_fault(path: Path) -> str:
@@ -138,6 +138,13 @@ def _index_fault(path: Path) -> str:
     except UsageError as error:
         return f"{INDEX} cannot be read ({error.__cause__ or error})"
     return ""
+
+
+def _shard_fault(path: Path, group: ProcessGroup | None) -> str:
+    from oases.train.checkpoint.reader import CheckpointReader  # takes half a second
+
+    found = CheckpointReader(path).shard_fault(group_rank(group), group_size(group))
+    return next(filter(None, all_gather_objects(found, group)), "")
 
 
 def require_latest(folder: str | Path, step: int, group: ProcessGroup | None, remedy: str) -> None:
