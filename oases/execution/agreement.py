@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,17 +102,17 @@ class CallAgreement:
     def __init__(self, store: dist.Store, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._others = [each for each in ranks if each != rank]
-        self._known: dict[str, Form] = {}
+        self._known: dict[Hashable, Form] = {}
         self._call = _Call(0, 0, (), False)
         self._answered = (0, 0)
         self._lock = threading.Lock()
 
     def begin(
-        self, caller: str, form: Form, failures: int, samples: Samples | None, check: Callable[[], None]
+        self, caller: Hashable, form: Form, failures: int, samples: Samples | None, check: Callable[[], None]
     ) -> Disagreement | None:
         """Begin a call; return how the ranks differ.
 
-        caller: its name, equal in each of its calls. failures: of the group so far, after each of which ranks may be
+        caller: its key, equal in each of its calls whose forms are to be equal. failures: of the group so far, after each of which ranks may be
         a call apart. samples: of the input, where the ranks compare them. check: raises, while this rank waits for
         others, a failure of one of them. DistBackendError for a rank that does not come within the store's timeout.
         """

@@ -88,7 +88,7 @@ class ScheduledCall:
         self._executor = Executor(handlers, self._guard, context)
         self._backward, self._ends = program.backward, program.ends
         self._recomputes = differentiable and bool(program.schedule.recomputed)
-        self._versions: tuple[list[int], list[int]] | None = None
+        self._versions: tuple[list[int], ...] | None = None
         self._position = 0
         self._begun = False
 
@@ -135,17 +135,20 @@ class ScheduledCall:
         with self._guard:
             self._run(again)
 
-    def _current_versions(self) -> tuple[list[int], list[int]]:
-        """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""
-        read = self._program.read_again if self._gathering is None else ()
-        return self._work.versions(), [p._version for block in read for p in self._parameters[block].parameters]
+    def _current_versions(self) -> tuple[list[int], ...]:
+        """Versions of inputs and of recomputed blocks' parameters and buffers. Gathered weights are copied anew."""
+        read = self._program.read_again
+        weights = [p._version for block in read for p in self._parameters[block].parameters]
+        held = [b for block in read for each in self._parameters[block].buffers for b in each.values()]
+        buffers = [number for b in held if b is not None for number in (id(b), b._version)]
+        return self._work.versions(), weights if self._gathering is None else [], buffers
 
     def _require_unchanged(self) -> None:
         """Raise RuntimeError where recomputation would read other values than the forward pass did."""
         before, self._versions = self._versions, None
         if before is None:
             return
-        for what, then, now in zip(("inputs", "weights"), before, self._current_versions(), strict=True):
+        for what, then, now in zip(("inputs", "weights", "buffers"), before, self._current_versions(), strict=True):
             if then != now:
                 raise RuntimeError(
                     f"{what} of a stack were changed in place between its forward and its backward pass, and "

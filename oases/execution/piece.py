@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import gt
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,25 +53,53 @@ def recorded(
 ) -> tuple[Tensor, Piece]:  # fmt: skip
     """Call `function(*inputs, *values)` as a piece; return its detached result and the piece."""
     piece = Piece(leaves, whole)
-    result = function(*map(piece.input, inputs), *values)
-    if overwritten:
-        result = own_memory(result, (*inputs, *values))
+    arguments = (*map(piece.input, inputs), *values)
+    result = own_memory(function, *arguments) if overwritten else function(*arguments)
     return piece.output(result, overwritten), piece
 
 
-def own_memory(result: Tensor, others: Sequence[Any]) -> Tensor:
-    """`result`, or a copy where it shares memory with one of `others` or is a leaf, so that it can be overwritten."""
-    shared = result.is_leaf and result.requires_grad
-    for other in others:
-        shared = shared or (isinstance(other, Tensor) and torch._C._is_alias_of(result, other))  # type: ignore[attr-defined]
-    return result.clone() if shared else result
+def own_memory(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call `function(*arguments)`; return its result, or a copy where it may not be overwritten.
+
+    That is a leaf, a tensor that shares memory with an argument, and one of which somebody else holds the memory: a
+    buffer, a tensor that a block keeps, a result that a graph has saved.
+    """
+    result, holders = _held(function, arguments)
+    shared = (result.is_leaf and result.requires_grad) or any(
+        isinstance(other, Tensor) and torch._C._is_alias_of(result, other)  # type: ignore[attr-defined]
+        for other in arguments
+    )
+    fresh = _FRESH if result._base is None else _FRESH_VIEW
+    return result.clone() if shared or any(map(gt, holders, fresh)) else result
+
+
+def _held(function: Callable[..., Tensor], arguments: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
+    """Call a function; return its result and the numbers of holders: of it, its base and its memory."""
+    result = function(*arguments)
+    if type(result) is not Tensor or result.is_meta:
+        return result, ()
+    base, memory = result._base, result.untyped_storage()
+    return result, (
+        sys.getrefcount(result),
+        0 if base is None else sys.getrefcount(base),
+        torch._C._storage_Use_Count(memory._cdata),
+    )
+
+
+_FRESH = _held(lambda: torch.empty(1), ())[1]
+"""Holders of a result that nobody else holds."""
+_FRESH_VIEW = _held(lambda: torch.empty(1).view(1), ())[1]
+"""The same of a view."""
 
 
 class BlockParameters:
     """Parameters of a block, and the places in its modules that hold them.
 
-    names: within the block, as in `named_parameters`. trained: indices of those that require gradients.
+    names: within the block, as in `named_parameters`. trained: indices of those that require gradients. buffers: of
+    modules, where recomputation must find those of the forward pass.
     """
+
+    buffers: Sequence[Mapping[str, Tensor | None]] = ()
 
     def __init__(self, block: nn.Module) -> None:
         plain: nn.Module = getattr(block, "_orig_mod", block)

@@ -247,13 +247,12 @@ class BlockWork:
 
         def run() -> Tensor:
             if deferred is None:
-                return own_memory(method(h, *values), (h, *values))
+                return own_memory(method, h, *values)
             deferred.begin(skip_last)
             token, in_piece[0] = deferring.set(deferred), traced is not None
             try:
                 if not graph:
-                    return own_memory(method(h, *values), (h, *values))
-                # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
+                    return own_memory(method, h, *values)
                 y, self._partial_pieces[place] = recorded(
                     method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True
                 )

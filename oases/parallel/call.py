@@ -36,6 +36,7 @@ class StackParameters(BlockParameters):
         super().__init__(block)
         register_shards(block)
         plain = getattr(block, "_orig_mod", block)
+        self.buffers = [module._buffers for module in plain.modules() if module._buffers]
         cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
         cut |= {id(plain.get_parameter(name)) for name in getattr(plain, "local", ())}
         self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]

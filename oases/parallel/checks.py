@@ -133,17 +133,23 @@ class BlockList:
 
 
 class BypassedHooks:
-    """Hooks of a block that a stack would not call: it calls partial() and combine(), and no forward().
+    """Hooks of a block that a stack would not call: it calls methods of the block, and no forward().
 
-    Those of other modules inside of a block are called by the block itself.
+    Those of other modules inside of a block are called by the block itself. kinds: of modules inside of it that the
+    stack runs without their forward(). methods: that it calls, for errors.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        kinds: tuple[type[nn.Module], ...] = (OverlappedColumnLinear, OverlappedRowLinear),
+        methods: str = "partial() and combine()",
+    ) -> None:
         plain: nn.Module = getattr(block, "_orig_mod", block)
-        linears = (OverlappedColumnLinear, OverlappedRowLinear)
-        modules = [(path, part) for path, part in plain.named_modules() if part is plain or isinstance(part, linears)]
+        modules = [(path, part) for path, part in plain.named_modules() if part is plain or isinstance(part, kinds)]
         self._hooks = [(path, part, getattr(part, kind)) for path, part in modules for kind in _HOOKS]
         self._held = [hooks for _, _, hooks in self._hooks]
+        self._methods = methods
 
     def refuse(self, number: int) -> None:
         """Raise RuntimeError where there is one."""
@@ -153,8 +159,8 @@ class BypassedHooks:
             if hooks:
                 where = f"block {number}" + (f", module '{path}'" if path else "")
                 raise RuntimeError(
-                    f"{where} ({type(part).__name__}) has hooks, which would not be called: a stack calls partial() "
-                    "and combine(), and no forward(); register them on the stack, on its parameters or on another "
+                    f"{where} ({type(part).__name__}) has hooks, which would not be called: a stack calls "
+                    f"{self._methods}, and no forward(); register them on the stack, on its parameters or on another "
                     "module inside of the block"
                 )
 

@@ -143,7 +143,7 @@ def with_another_frozen_norm():
 
 def model():
     torch.manual_seed(0)
-    return oases.parallelize(Scaled(), spec=ParallelSpec(inputs={"tokens": torch.ones(4, 3, dtype=torch.int64)}))
+    return oases.parallelize(Scaled(), spec=ParallelSpec(inputs=((torch.ones(4, 3, dtype=torch.int64),), {})))
 
 
 def with_an_argument_on_one_rank():
@@ -182,7 +182,7 @@ CASES = (
     Misuse(with_other_infinite_masks, UsageError, "ranks 0 and 1 were given different inputs"),
     Misuse(with_other_programs, UsageError, "ranks 0 and 1 were given different inputs"),
     Misuse(with_other_tokens_in_one_place, UsageError, "ranks 0 and 1 were given different inputs"),
-    Misuse(with_masks_of_other_shapes, UsageError, r"form of the blocks' inputs differs .*4, 1, 1.* 4, 3, 1"),
+    Misuse(with_masks_of_other_shapes, UsageError, r"form of the blocks' inputs differs .*4, 1, 1.*4, 3, 1"),
     Misuse(with_frozen_norms_on_one_rank, UsageError, "require gradients differs .* 12 on rank 0, 8 on rank 1"),
     Misuse(with_another_frozen_norm, UsageError, "digest of the parameters that require gradients differs"),
     Misuse(with_an_argument_on_one_rank, UsageError, "shape of scale differs .* not given on rank 0, .*Size"),
