@@ -50,7 +50,9 @@ def samples_of(tensors: Iterable[Tensor]) -> Samples:
 def _sample(tensor: Tensor) -> str | list[list[float]]:
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     if not flat.is_floating_point():
-        return hashlib.blake2b(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(
+            flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16
+        ).hexdigest()
     rounding = max(_ROUNDING, torch.finfo(flat.dtype).eps)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     flat = torch.nan_to_num(flat, 0.0, _LARGE, -_LARGE).clamp(-_LARGE, _LARGE)  # of masks, whose squares overflow

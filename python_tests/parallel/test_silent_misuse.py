@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_misuse import Misuse, raised, started
+from block_examples import WIDTH, Mlp
+from test_misuse import Misuse, expert_stack, raised, started
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from block_examples import WIDTH, Mlp
 import oases
-from oases import OverlappedStack, ParallelSpec
+from oases import OverlappedEmbedding, OverlappedRowLinear, OverlappedStack, ParallelSpec
 from oases.errors import UsageError
 from oases.parallel import BlockInputs
 
@@ -163,7 +163,50 @@ def with_a_frozen_model_on_one_rank():
     cut(torch.ones(4, 3, dtype=torch.int64))
 
 
+def with_other_options_of_a_model():
+    oases.parallelize(Scaled(), dtype=torch.bfloat16 if is_first() else None)
+
+
+def with_inputs_of_other_shapes_of_linears():
+    OverlappedRowLinear(8, 8)(torch.ones(4 + dist.get_rank(), 4))
+
+
+def with_inputs_of_other_types_of_linears():
+    dtype = torch.float32 if is_first() else torch.float64
+    OverlappedRowLinear(8, 8, dtype=dtype)(torch.ones(4, 4, dtype=dtype))
+
+
+def with_inputs_of_other_shapes_of_an_embedding():
+    OverlappedEmbedding(16, 8)(torch.zeros(4 + dist.get_rank(), dtype=torch.long))
+
+
+def with_second_derivatives_of_a_linear():
+    x = torch.ones(4, 4, requires_grad=True)
+    torch.autograd.grad(OverlappedRowLinear(8, 8)(x).pow(3).sum(), x, create_graph=True)
+
+
+def with_hooks_of_experts():
+    stack = expert_stack()
+    stack.blocks[0].experts.register_forward_hook(lambda *_: None)
+    stack(torch.ones(6, WIDTH))
+
+
+def with_another_buffer():
+    stack = started(recompute="full")
+    stack.blocks[0].register_buffer("scale", torch.ones(()))
+    y = stack(example())
+    stack.blocks[0].scale.mul_(2)
+    y.sum().backward()
+
+
 CASES = (
+    Misuse(with_other_options_of_a_model, UsageError, "dtype is torch.bfloat16 on one rank and None on another"),
+    Misuse(with_inputs_of_other_shapes_of_linears, UsageError, "shape of the input differs"),
+    Misuse(with_inputs_of_other_types_of_linears, UsageError, "type of the input differs"),
+    Misuse(with_inputs_of_other_shapes_of_an_embedding, UsageError, "the embedding of 16 x 8: the shape of"),
+    Misuse(with_second_derivatives_of_a_linear, RuntimeError, "second derivatives of OverlappedRowLinear"),
+    Misuse(with_hooks_of_experts, RuntimeError, r"block 0, module 'experts' \(OverlappedMoE\) has hooks"),
+    Misuse(with_another_buffer, RuntimeError, "buffers of a stack were changed in place"),
     Misuse(
         under_replicate_over_tensor_parallel_ranks,
         UsageError,
