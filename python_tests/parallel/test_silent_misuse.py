@@ -1,4 +1,4 @@
-"""Wrong uses that would go on with wrong numbers, or on one rank alone: each raises on both ranks, with the remedy."""
+"""Wrong uses that would go on with wrong numbers, or on one rank alone: each raises on both ranks."""
 
 import pytest
 import torch
