@@ -115,7 +115,8 @@ class CallAgreement:
         """Begin a call; return how the ranks differ.
 
         caller: its key, equal in each of its calls whose forms are to be equal. failures: of the group so far, after
-        each of which ranks may be a call apart. samples: of the input, where the ranks compare them. check: raises, while this rank waits for
+        each of which ranks may be a call apart. samples: of the
+        input, where the ranks compare them. check: raises, while this rank waits for
         others, a failure of one of them. DistBackendError for a rank that does not come within the store's timeout.
         """
         if not self._others:
