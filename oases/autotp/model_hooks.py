@@ -16,7 +16,7 @@ from oases.errors import UsageError
 from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-from oases.execution.piece import default_generators
+from oases.execution.piece import BlockParameters, default_generators
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
@@ -39,6 +39,7 @@ class ModelHooks:
         """Number of training calls, which selects the draws."""
         self._before: list[list[tuple[torch.Generator, Tensor]]] = []
         self._filled = False
+        self._parameters: BlockParameters | None = None
 
     def begin(self, model: nn.Module) -> None:
         """Register the hooks on the model."""
@@ -92,8 +93,15 @@ class ModelHooks:
         if group is None or group_size(group) == 1:
             return
         given = {**{f"argument {at}": value for at, value in enumerate(args)}, **kwargs}
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        form: list[Any] = ["computation of gradients", torch.is_grad_enabled(), "training mode", model.training]
+        tensors = {name: value for name, value in sorted(given.items()) if isinstance(value, Tensor)}
+        if self._parameters is None or not self._parameters.current:
+            self._parameters = BlockParameters(model)
+        trained, digest = self._parameters.form
+        form: list[Any] = [
+            "computation of gradients", torch.is_grad_enabled(), "training mode", model.training,
+            "number of parameters that require gradients", trained,
+            "digest of the parameters that require gradients", digest,
+        ]  # fmt: skip
         for name, tensor in tensors.items():
             form += [f"shape of {name}", tensor.shape, f"type of {name}", tensor.dtype]
         self._number += 1

@@ -30,6 +30,7 @@ from oases.autotp.pipeline.units import install_units
 from oases.autotp.preconditions import (
     require_alike,
     require_cuttable,
+    require_same_options,
     require_token_wise,
     tensor_parallel_group,
     with_backend,
@@ -42,7 +43,7 @@ from oases.autotp.tools.recomputation import recomputing_options
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.execution.wire import WireType, quantised_type, wire_type
 from oases.parallel.expert_groups import EXPERT_MODES
 from oases.parallel.guards import register_stage
@@ -113,6 +114,13 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
+    given = {
+        "schedule": schedule, "pipeline": pipeline, "micro_batches": micro_batches, "zero": zero, "fsdp": fsdp,
+        "dtype": dtype, "compile": compile, "experts": experts, "expert_parallel": expert_parallel,
+        "placement": placement, "gradient_wire": gradient_wire, "backend": backend,
+        "weights": "given" if weights is not None else None, **dict.fromkeys(_STACK), **stack_options,
+    }  # fmt: skip
+    require_same_options(_groups_of(mesh), given)
     mesh = with_backend(mesh, backend)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
@@ -177,6 +185,17 @@ def parallelize(
     object.__setattr__(model, "oases_partition", report)
     object.__setattr__(model, "oases_hooks", hooks)
     return model
+
+
+_STACK = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch", "sequence_parallel")
+"""Options of stacks, which one rank may have left out."""
+
+
+def _groups_of(mesh: Any) -> list[ProcessGroup | None]:
+    """Groups that together connect all ranks of a mesh."""
+    if isinstance(mesh, DeviceMesh):
+        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return [mesh.run if isinstance(mesh, Mesh) else resolve(mesh)]
 
 
 def _with_gradient_wire(steps: PipelineOptions | None, mesh: Any, code: str | None) -> PipelineOptions | None:

@@ -86,6 +86,26 @@ def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool)
             )
 
 
+def require_same_options(groups: Sequence[ProcessGroup | None], options: dict[str, Any]) -> None:
+    """Raise UsageError on all ranks, naming both values, unless all ranks give the same options.
+
+    groups: one for each dimension of a mesh; what a rank hears over one it tells over the next.
+    """
+    said: list[Any] = [{name: f"{value!s:.80}" for name, value in options.items()}]
+    for group in groups:
+        if group is not None and group_size(group) > 1:
+            heard: list[Any] = [None] * group_size(group)
+            dist.all_gather_object(heard, said, group=group)
+            said = [each for of_rank in heard for each in of_rank]
+    for theirs in said:
+        for name, value in said[0].items():
+            if theirs[name] != value:
+                raise UsageError(
+                    f"parallelize: {name} is {value} on one rank and {theirs[name]} on another; give all ranks the "
+                    "same options"
+                )
+
+
 def _digest(tensor: Tensor) -> str:
     if tensor.is_meta or not tensor.numel():
         return ""

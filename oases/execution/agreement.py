@@ -9,10 +9,11 @@ unchanged form cost a comparison.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +22,56 @@ from torch import Tensor
 
 Form = tuple[Any, ...]
 """Hashable description of a call: alternating names and values, for messages."""
-Samples = list[tuple[bool, list[float]]]
-"""Sample of each tensor, with whether its numbers are exact (integers)."""
+Samples = list[str | list[list[float]]]
+"""Of each tensor, the hash of its integers, or sums over segments and how much each may differ."""
 
-_SAMPLED = 64
-"""Numbers per tensor."""
+_SEGMENTS = 64
+"""Segments of a tensor, both of neighbouring numbers and of every 64th."""
+_ABSENT = "not given"
 _PATIENT_SECONDS = 0.02
 """Pause between looks at the store, at most."""
 _TOLERANCE = 0.05
-"""Largest difference of a sampled number, relative to the largest one, that ranks may have from rounding."""
+"""Largest difference of a sum, relative to the spread of its segment, that ranks may have from rounding."""
+_LARGE = 1e12
+_ROUNDING = 2.0**-10
+"""The same, relative to the segment's size: numbers of 32 bits may come from matmuls of fewer."""
 
 
 def samples_of(tensors: Iterable[Tensor]) -> Samples:
-    """Numbers of each tensor, evenly over it, that ranks can compare."""
-    found: Samples = []
-    for tensor in tensors:
-        flat = torch.empty(0) if tensor.is_meta else tensor.detach().reshape(-1)
-        flat = flat[:: max(1, -(-len(flat) // _SAMPLED))]
-        exact = not (flat.is_floating_point() or flat.is_complex())
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        found.append((exact, torch.nan_to_num(flat.double(), 0.0, 0.0, 0.0).tolist()))
-    return found
+    """Of each tensor what ranks can compare: a hash of integers, weighted sums of other numbers.
+
+    Another number changes two sums: that of its neighbours, and that of every 64th number, in most tensors of one
+    channel. A large channel or outlier therefore hides its own segments alone.
+    """
+    return [_sample(tensor.detach()) for tensor in tensors if not tensor.is_meta]
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor) -> str | list[list[float]]:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    if not flat.is_floating_point():
+        return hashlib.blake2b(
+            flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16
+        ).hexdigest()
+    rounding = max(_ROUNDING, torch.finfo(flat.dtype).eps)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    flat = torch.nan_to_num(flat, 0.0, _LARGE, -_LARGE).clamp(-_LARGE, _LARGE)  # of masks, whose squares overflow
+    segments = min(_SEGMENTS, len(flat) // 4)
+    length = len(flat) // segments if segments else 0
+    head, tail = flat[: segments * length], flat[segments * length :]
+    views = [head.view(segments, length), head.view(length, segments).t(), tail.view(1, -1)]
+    found = [_sums(rows, rounding) for rows in views if rows.numel()]
+    return torch.cat(found, 1).double().tolist() if found else [[], []]
+
+
+def _sums(rows: Tensor, rounding: float) -> Tensor:
+    """[segments, numbers] -> [2, segments]: a weighted sum of each segment, and how much it may differ."""
+    # Other weights for each number, so that exchanged numbers change the sum.
+    count = rows.shape[1]
+    weights = torch.arange(1, count + 1, device=rows.device, dtype=torch.float32).square().sin().to(rows.dtype)
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    spread = (norm.square() - count * rows.mean(1).square()).clamp_min(0).sqrt()
+    return torch.stack((rows @ weights, _TOLERANCE * spread + rounding * norm))
 
 
 def is_sampled(call: int) -> bool:
@@ -75,18 +104,19 @@ class CallAgreement:
     def __init__(self, store: dist.Store, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._others = [each for each in ranks if each != rank]
-        self._known: dict[str, Form] = {}
+        self._known: dict[Hashable, Form] = {}
         self._call = _Call(0, 0, (), False)
         self._answered = (0, 0)
         self._lock = threading.Lock()
 
     def begin(
-        self, caller: str, form: Form, failures: int, samples: Samples | None, check: Callable[[], None]
+        self, caller: Hashable, form: Form, failures: int, samples: Samples | None, check: Callable[[], None]
     ) -> Disagreement | None:
         """Begin a call; return how the ranks differ.
 
-        caller: its name, equal in each of its calls. failures: of the group so far, after each of which ranks may be
-        a call apart. samples: of the input, where the ranks compare them. check: raises, while this rank waits for
+        caller: its key, equal in each of its calls whose forms are to be equal. failures: of the group so far, after
+        each of which ranks may be a call apart. samples: of the
+        input, where the ranks compare them. check: raises, while this rank waits for
         others, a failure of one of them. DistBackendError for a rank that does not come within the store's timeout.
         """
         if not self._others:
@@ -167,8 +197,9 @@ def _difference(said: Mapping[int, dict[str, Any]]) -> Disagreement | None:
     mine = said[first]
     for rank in others:
         theirs = said[rank]
-        names, values = mine["form"][::2], mine["form"][1::2]
-        for name, value, other in zip(names, values, theirs["form"][1::2], strict=False):
+        ours, its = (dict(zip(each["form"][::2], each["form"][1::2], strict=True)) for each in (mine, theirs))
+        for name in ours | its:
+            value, other = ours.get(name, _ABSENT), its.get(name, _ABSENT)
             if other != value:
                 return Disagreement(
                     f"the {name} differs between ranks of one group: {value} on rank {first}, "
@@ -187,9 +218,14 @@ def _difference(said: Mapping[int, dict[str, Any]]) -> Disagreement | None:
 
 def alike(one: Samples, other: Samples) -> bool:
     """Whether samples of the same tensors are equal up to rounding."""
-    for (exact, mine), (_, theirs) in zip(one, other, strict=False):
-        largest = max(map(abs, (*mine, *theirs)), default=0.0)
-        allowed = 0.0 if exact else _TOLERANCE * largest
-        if len(mine) != len(theirs) or any(abs(a - b) > allowed for a, b in zip(mine, theirs, strict=True)):
+    if len(one) != len(other):
+        return False
+    for mine, theirs in zip(one, other, strict=True):
+        if isinstance(mine, str) or isinstance(theirs, str) or len(mine[0]) != len(theirs[0]):
+            if mine != theirs:
+                return False
+            continue
+        pairs = zip(*mine, *theirs, strict=True)
+        if any(abs(a - b) > max(allowed, its) for a, allowed, b, its in pairs):
             return False
     return True

@@ -160,7 +160,7 @@ class FailureMonitor:
                 self._give_up(lost)
             self._wake.set()
 
-    def begin_call(self, caller: str, form: Form, samples: Samples | None = None) -> None:
+    def begin_call(self, caller: str, form: Form, samples: Samples | None = None, about: Form = ()) -> None:
         """Begin a call whose collectives all ranks start; see `CallAgreement.begin`.
 
         UsageError, on all ranks, where their forms or samples differ; FailedRankError where a rank is in its call
@@ -171,7 +171,7 @@ class FailureMonitor:
                 f"{caller} was called in a fork of the process that created its process group, whose connections and "
                 "threads a fork does not have; start processes by spawn, or create group and model after the fork"
             )
-        found = self._calls.begin(caller, form, self.scheduler.failures, samples, self.check)
+        found = self._calls.begin((caller, about), form, self.scheduler.failures, samples, self.check)
         if found is None:
             return
         if not found.stuck:

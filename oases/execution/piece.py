@@ -9,6 +9,7 @@ once per step in the outer graph, not once per sub-batch in here.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,6 +89,9 @@ class BlockParameters:
         self._sizes = [(held, len(held)) for m in modules for held in (m._parameters, m._modules)]
         self._trains = [parameter.requires_grad for parameter in self.parameters]
         self.trained = [number for number, trains in enumerate(self._trains) if trains]
+        named = "\n".join(self.names[number] for number in self.trained)
+        self.form = (len(self.trained), f"{zlib.crc32(named.encode()):08x}")
+        """Number of trained parameters, and a digest of their names."""
 
     @property
     def current(self) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.execution.agreement import Form
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_of, scheduler_of
 from oases.extension import QuantizedBackend
@@ -202,16 +203,24 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
     return getattr(backend, "timeout", None)
 
 
-def agreed_group(group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype") -> str:
+def form_of_input(x: Tensor) -> Form:
+    """Form of a layer's input, for `agreed_group`."""
+    return ("shape of the input", x.shape, "type of the input", x.dtype)
+
+
+def agreed_group(
+    group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype", about: Form = ()
+) -> str:
     """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
 
     Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
-    the tensors. option: what the code was given as. UsageError with both codes, on all ranks, where they differ.
+    the tensors. option: what the code was given as. about: more to compare, once for each value, so that inputs of
+    varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
     """
     group = group_of(group_name)
     assert group is not None
     monitor = monitor_of(group, scheduler_of(group), torch.device(device))
-    monitor.begin_call(caller, (option, code))
+    monitor.begin_call(caller, (option, code, *about), about=about)
     return group_name if code is None else add_wire(group, code)
 
 

@@ -21,14 +21,17 @@ from oases.moe.call import ExpertCall
 from oases.moe.cost_measurement import mean_seconds, measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
+from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.moe.recomputation import begin_call
 from oases.parallel.call import leaves_of
-from oases.parallel.checks import BlockList
+from oases.parallel.checks import BlockList, BypassedHooks
 from oases.parallel.fsdp import FsdpUnit
 from oases.schedule import Schedule, generate_experts, validate
 
+_BYPASSED = (OverlappedMoE, Experts)
+"""Modules whose weights a stack reads without a call."""
 _numbers = itertools.count()
 
 
@@ -89,10 +92,11 @@ class ExpertStack(FailsTogether, nn.Module):
         self._compiled: list[nn.Module] = []
         self._units: list[FsdpUnit] = []
         self._known: list[ExpertParameters] | None = None
+        self._hooks: list[BypassedHooks] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave caches of this process's parameters out of copies and pickles."""
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_hooks": []}
 
     @property
     def _layers(self) -> list[OverlappedMoE]:
@@ -147,6 +151,10 @@ class ExpertStack(FailsTogether, nn.Module):
         blocks = self._compiled or list(self.blocks)
         if self._known is None or not (self._units or all(each.current for each in self._known)):
             self._known = [ExpertParameters(block) for block in self.blocks]
+            self._hooks = [BypassedHooks(block, _BYPASSED, "before() and after()") for block in self.blocks]
+        if not self._units:  # FSDP has hooks of its own
+            for number, hooks in enumerate(self._hooks):
+                hooks.refuse(number)
         with fail_together(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from oases.execution.piece import Leaves
 from oases.execution.wire import Scheduler
@@ -127,6 +128,12 @@ class BlockInputs:
                 )
 
 
+def tensors_in(inputs: Sequence[BlockInputs]) -> list[Tensor]:
+    """Tensors among the values and inside of their lists, tuples and dicts, each once."""
+    values = {id(value): value for each in inputs for value in each.values}
+    return list({id(v): v for v in tree_leaves(list(values.values())) if isinstance(v, Tensor)}.values())
+
+
 def differentiable(inputs: Sequence[BlockInputs]) -> list[Tensor]:
     """Tensors among the values that require grad, each once, in the order of their first block."""
     found = {id(value): value for each in inputs for value in each.values if isinstance(value, Tensor)}
@@ -187,9 +194,9 @@ class CallInputs:
         return self._values[block][s] if self._values else ()
 
     def versions(self) -> list[int]:
-        """Versions of the tensors among the values."""
-        rows = {id(rows): rows for rows in self._values}
-        return [v._version for parts in rows.values() for row in parts for v in row if isinstance(v, Tensor)]
+        """Versions of the tensors among the values and inside of their lists, tuples and dicts."""
+        rows = list({id(rows): rows for rows in self._values}.values())
+        return [v._version for v in tree_leaves(rows) if isinstance(v, Tensor)]
 
     def start_sums(self, scheduler: Scheduler, label: str) -> None:
         """Start to sum partial gradients over the ranks, after the last block that contributes."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import OverlapError
-from oases.execution.agreement import Form, is_sampled
+from oases.execution.agreement import Form, Samples, is_sampled, samples_of
 from oases.execution.group import ProcessGroup, group_size
+from oases.execution.piece import BlockParameters
 from oases.execution.wire import WireType
 from oases.limits import require_numbers
-from oases.parallel.batch import BlockInputs
+from oases.parallel.batch import BlockInputs, tensors_in
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.reporting import report
 from oases.schedule import Schedule
@@ -132,17 +133,23 @@ class BlockList:
 
 
 class BypassedHooks:
-    """Hooks of a block that a stack would not call: it calls partial() and combine(), and no forward().
+    """Hooks of a block that a stack would not call: it calls methods of the block, and no forward().
 
-    Those of other modules inside of a block are called by the block itself.
+    Those of other modules inside of a block are called by the block itself. kinds: of modules inside of it that the
+    stack runs without their forward(). methods: that it calls, for errors.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        kinds: tuple[type[nn.Module], ...] = (OverlappedColumnLinear, OverlappedRowLinear),
+        methods: str = "partial() and combine()",
+    ) -> None:
         plain: nn.Module = getattr(block, "_orig_mod", block)
-        linears = (OverlappedColumnLinear, OverlappedRowLinear)
-        modules = [(path, part) for path, part in plain.named_modules() if part is plain or isinstance(part, linears)]
+        modules = [(path, part) for path, part in plain.named_modules() if part is plain or isinstance(part, kinds)]
         self._hooks = [(path, part, getattr(part, kind)) for path, part in modules for kind in _HOOKS]
         self._held = [hooks for _, _, hooks in self._hooks]
+        self._methods = methods
 
     def refuse(self, number: int) -> None:
         """Raise RuntimeError where there is one."""
@@ -152,14 +159,16 @@ class BypassedHooks:
             if hooks:
                 where = f"block {number}" + (f", module '{path}'" if path else "")
                 raise RuntimeError(
-                    f"{where} ({type(part).__name__}) has hooks, which would not be called: a stack calls partial() "
-                    "and combine(), and no forward(); register them on the stack, on its parameters or on another "
+                    f"{where} ({type(part).__name__}) has hooks, which would not be called: a stack calls "
+                    f"{self._methods}, and no forward(); register them on the stack, on its parameters or on another "
                     "module inside of the block"
                 )
 
 
 def form_of(
     x: Tensor,
+    inputs: Sequence[BlockInputs],
+    parameters: Sequence[BlockParameters],
     schedule: Schedule,
     order: int,
     wire_dtype: WireType | None,
@@ -170,8 +179,18 @@ def form_of(
     """Form of a call, equal on all ranks. order: hash of the schedule's ops."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    given = {id(value): value for each in inputs for value in each.values if isinstance(value, Tensor)}
+    trained = [each.form for each in parameters]
     return (
         "shape of the input", x.shape, "type of the input", x.dtype, "computation of gradients", gradients,
         "training mode", training, "autocast", autocast, "schedule", schedule.name,
         "number of sub-batches", schedule.num_sub_batches, "wire_dtype", wire_dtype, "order of ops", order,
+        "number of parameters that require gradients", sum(number for number, _ in trained),
+        "digest of the parameters that require gradients", tuple(digest for _, digest in trained),
+        "form of the blocks' inputs", tuple((tuple(value.shape), value.dtype) for value in given.values()),
     )  # fmt: skip
+
+
+def compared(x: Tensor, inputs: Sequence[BlockInputs], call: int) -> Samples | None:
+    """What ranks compare of the tensors that they are given in this call, counted from 1; None in most calls."""
+    return samples_of([x, *tensors_in(inputs)]) if is_sampled(call) else None

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
+from oases.execution.wire import agreed_group, form_of_input
+from oases.parallel.chunks import is_real
 from oases.parallel.collectives import gather, reduce
 from oases.parallel.guards import register_shards
 from oases.parallel.linear import shard
@@ -92,6 +94,9 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         if self.tensor_parallel == 1:
             return F.embedding(tokens, self.weight)
         assert self.process_group is not None
+        if is_real(tokens) and not torch.compiler.is_compiling():
+            caller = f"the embedding of {self.num_embeddings} x {self.embedding_dim}"
+            agreed_group(self._group_name, caller, None, tokens.device.type, about=form_of_input(tokens))
         return look_up(tokens, self.weight, self.num_embeddings, self.process_group)
 
     def extra_repr(self) -> str:

@@ -4,8 +4,9 @@ torch does not know what a plain parameter is a part of. DistributedDataParallel
 overwrite every rank's shards with the first rank's, FSDP would mix the shards of all; `clip_grad_norm_` would compute
 another norm on each rank; an optimizer made before would go on with the replaced parameters. Modules with sharded
 parameters are registered here. DistributedDataParallel and FSDP1 are refused when such a module is registered in
-them, by torch's hook for that; FSDP2 when it takes a parameter, by a wrapper. torch's total norm is replaced by one
-over all ranks, and clipping of shards by another norm refused.
+them, by torch's hook for that, and `replicate` when it registers a list of such parameters; FSDP2 when it takes a
+parameter, by a wrapper; ZeroRedundancyOptimizer before its first step. torch's total norm is replaced by one over all
+ranks, and clipping of shards by another norm refused.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """Module of torch with FSDP2's parameters; patched once it is imported, because that takes half a second."""
 _WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
 """Names of the wrapped module in torch's wrappers."""
+_ZERO = "ZeroRedundancyOptimizer"
 _AVERAGED = (
     "{} around a model that averages its gradients by itself, over the mesh's data-parallel dimension; call the "
     'model as it is, or leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
@@ -44,8 +46,8 @@ _holders: WeakSet[nn.Module] = WeakSet()
 _stages: WeakSet[nn.Module] = WeakSet()
 """Models of which this rank has one stage of a pipeline."""
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers without replaced parameters."""
-_replaced: Any = None
+"""Optimizers whose steps are right."""
+_before_steps: Any = None
 """Handle of the hook before steps of optimizers."""
 _SHARDED = "_oases_sharded"
 """Attribute of a parameter that a shard replaced."""
@@ -57,6 +59,7 @@ def register_shards(module: nn.Module) -> None:
     for holder, _ in sharded_modules(module):
         if getattr(holder, "tensor_parallel", 1) > 1:
             _holders.add(holder)
+            _check_steps()
             _replace_clipping()
             install_total_norm(_groups_of_gradients)
             state_shards.install(registered_shards)
@@ -65,13 +68,17 @@ def register_shards(module: nn.Module) -> None:
 
 def register_replaced(parameter: nn.Parameter) -> None:
     """Refuse steps of optimizers with this parameter, in whose place a shard is now: they would change nothing."""
-    global _replaced
     parameter.__dict__[_SHARDED] = True
-    if _replaced is None:
-        _replaced = register_optimizer_step_pre_hook(_refuse_replaced)
+    _check_steps()
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_steps() -> None:
+    global _before_steps
+    if _before_steps is None:
+        _before_steps = register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if optimizer in _seen:
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -81,6 +88,9 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"{type(optimizer).__name__} was made before parallelize(), which put shards in the place of {len(old)} "
             f"of its {len(held)} parameters, such as one of shape {list(old[0].shape)}; make it afterwards"
         )
+    if any(each.__name__ == _ZERO and each.__module__.startswith("torch.") for each in type(optimizer).__mro__):
+        ranks = set(dist.get_process_group_ranks(cast(Any, optimizer).process_group))
+        _refuse_shared(_ZERO, ranks, held)
     _seen.add(optimizer)
 
 
@@ -172,8 +182,9 @@ def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) 
     group: ProcessGroup | None = group_of(getattr(holder, "_group_name", ""))
     if group is None or len(ranks & set(dist.get_process_group_ranks(group))) < 2:
         return
-    harm = "overwrite" if wrapper == "DistributedDataParallel" else "mix the shards of"
-    means = "with the shard of one rank" if wrapper == "DistributedDataParallel" else "as if they were equal"
+    overwrites = wrapper in ("DistributedDataParallel", _ZERO)
+    harm = "overwrite" if overwrites else "mix the shards of"
+    means = "with the shard of one rank" if overwrites else "as if they were equal"
     how = 'mesh=mesh["dp"]' if wrapper == "fully_shard" else 'process_group=mesh.get_group("dp")'
     raise UsageError(
         f"{wrapper} over ranks {sorted(ranks)} would {harm} {name}, which is sharded over ranks "
@@ -181,6 +192,18 @@ def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) 
         "without it where all ranks are tensor-parallel (with accelerate: give the Accelerator a "
         f"ParallelismConfig(tp_size={group_size(group)}), so that it does not wrap the model)"
     )
+
+
+def _refuse_shared(wrapper: str, ranks: set[int], parameters: Iterable[Tensor]) -> None:
+    """Raise UsageError where two or more of a wrapper's ranks have shards of one of these parameters."""
+    shards = {
+        id(parameter): (holder, f"{type(holder).__name__}.{name}")
+        for holder in list(_holders)
+        for name, parameter, _ in sharded_parameters(holder)
+    }
+    for parameter in parameters:
+        if id(parameter) in shards:
+            _require_apart(wrapper, ranks, *shards[id(parameter)])
 
 
 def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -203,6 +226,10 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     if replicas_of(module) is not None:
         raise UsageError(_AVERAGED.format(kind))
     ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))
+    if isinstance(module, nn.ParameterList):  # of torch.distributed._composable.replicate
+        if any(averages(parameter) for parameter in module):
+            raise UsageError(_AVERAGED.format("replicate"))
+        _refuse_shared(kind, ranks, module)
     ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()
     for holder, path in sharded_modules(module):
         # FSDP1 has already replaced the parameters.

@@ -7,15 +7,17 @@ all-reduce of chunk k before it computes chunk k + 1. The matmuls are C++ ops (c
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.execution.call import refuse_second_derivatives
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.execution.weight_gradient import linear
-from oases.execution.wire import agreed_at_trace, agreed_group, quantised_type
+from oases.execution.wire import agreed_at_trace, agreed_group, form_of_input, quantised_type
 from oases.parallel.chunks import Chunks, Kind, NumChunks, is_real
 from oases.parallel.collectives import gather, scatter
 from oases.parallel.guards import register_shards
@@ -100,7 +102,10 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
 
     def _chunked_linear(self, x: Tensor) -> Tensor:
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        return self._chunks.linear(self.num_chunks, x, weight, bias, self._sending_group(x), self.sequence_parallel)
+        y = self._chunks.linear(self.num_chunks, x, weight, bias, self._sending_group(x), self.sequence_parallel)
+        if y.requires_grad and not torch.compiler.is_compiling():
+            y.register_hook(partial(_refuse_second_derivatives, f"Overlapped{self.kind.capitalize()}Linear"))
+        return y
 
     def _sending_group(self, x: Tensor) -> str:
         """Name of the group that sends what this pass over `x` sends; see `agreed_group`."""
@@ -110,7 +115,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return agreed_at_trace(self._group_name, caller, self.wire_dtype, x.device.type)
         if is_real(x):
-            return agreed_group(self._group_name, caller, self.wire_dtype, x.device.type)
+            return agreed_group(self._group_name, caller, self.wire_dtype, x.device.type, about=form_of_input(x))
         return self._group_name  # of a fake tensor nothing is sent
 
     def extra_repr(self) -> str:
@@ -120,6 +125,11 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
             f"bias={self.bias is not None}, tensor_parallel={self.tensor_parallel}, "
             f"num_chunks={self.num_chunks}, sequence_parallel={self.sequence_parallel}"
         )
+
+
+def _refuse_second_derivatives(name: str, _: Tensor) -> None:
+    """Hook of a result; raises where the backward op, which has no derivative, is recorded."""
+    refuse_second_derivatives(name)
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

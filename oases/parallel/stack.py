@@ -11,7 +11,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
 from oases.execution.failure import FailsTogether, FailureMonitor, monitor_of
@@ -26,6 +25,7 @@ from oases.parallel.checks import (
     BlockList,
     BypassedHooks,
     checked_inputs,
+    compared,
     form_of,
     require_activation,
     require_blocks,
@@ -330,9 +330,10 @@ class OverlappedStack(FailsTogether, nn.Module):
         if isinstance(scheduler, OverlapScheduler):
             monitor = self._checked_monitor(scheduler, x.device)
             form = form_of(
-                x, schedule, program.order, self.wire_dtype, training=self.training, gradients=with_gradients
-            )
-            monitor.begin_call(self.label, form, samples_of([x]) if is_sampled(self.calls + 1) else None)
+                x, inputs, parameters, schedule, program.order, self.wire_dtype, training=self.training,
+                gradients=with_gradients,
+            )  # fmt: skip
+            monitor.begin_call(self.label, form, compared(x, inputs, self.calls + 1))
             if isinstance(self.wire_dtype, str):
                 add_wire(cast(ProcessGroup, self.process_group), self.wire_dtype)
         failures = 0 if monitor is None else monitor.scheduler.failures

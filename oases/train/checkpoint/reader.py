@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,7 +69,7 @@ MOST_CHUNKS = 2**14
 class _Unpickler(pickle._Unpickler):
     """Unpickler in Python, whose operations can be narrowed, and whose memo takes memory for what is in it only."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -216,7 +216,19 @@ def _check(found: Any, sizes: Mapping[str, int]) -> None:
         raise UsageError(f"it is a {type(found).__name__}")
     if type(found.storage_data) is not dict or type(found.state_dict_metadata) is not dict:
         raise UsageError("it lists no tensors")
-    for key, place in found.storage_data.items():
+    _check_places(found.storage_data, sizes)
+    bytes_in_all = sum(sizes.values())
+    for name, kept in found.state_dict_metadata.items():
+        if type(name) is not str or not isinstance(kept, TensorStorageMetadata):
+            raise UsageError(f"{short(name)} is no tensor")
+        _check_tensor(name, kept, bytes_in_all)
+        for each in kept.chunks:
+            if MetadataIndex(name, each.offsets) not in found.storage_data:
+                raise UsageError(f"{name} lacks the place of its part at {tuple(each.offsets)}")
+
+
+def _check_places(places: Mapping[Any, Any], sizes: Mapping[str, int]) -> None:
+    for key, place in places.items():
         if not _is_index(key) or type(place) is not _StorageInfo:
             raise UsageError(f"it holds a {type(place).__name__} as a place")
         file, offset, length = place.relative_path, place.offset, place.length
@@ -228,20 +240,16 @@ def _check(found: Any, sizes: Mapping[str, int]) -> None:
             raise UsageError(f"{file} ends before byte {short(offset + length)}")
         if getattr(place, "transform_descriptors", None):
             raise UsageError(f"{file} is transformed by {short(place.transform_descriptors)}")
-    bytes_in_all = sum(sizes.values())
-    for name, kept in found.state_dict_metadata.items():
-        if type(name) is not str or not isinstance(kept, TensorStorageMetadata):
-            raise UsageError(f"{short(name)} is no tensor")
-        if type(kept.properties) is not TensorProperties or type(kept.properties.dtype) is not torch.dtype:
-            raise UsageError(f"{name} has no dtype")
-        if type(kept.size) is not torch.Size or type(kept.chunks) is not list:
-            raise UsageError(f"{name} has no shape")
-        if math.prod(kept.size) * kept.properties.dtype.itemsize > bytes_in_all:
-            raise UsageError(f"{name} of shape {short(tuple(kept.size))} is larger than all files")
-        _check_chunks(name, tuple(kept.size), kept.chunks)
-        for each in kept.chunks:
-            if MetadataIndex(name, each.offsets) not in found.storage_data:
-                raise UsageError(f"{name} lacks the place of its part at {tuple(each.offsets)}")
+
+
+def _check_tensor(name: str, kept: TensorStorageMetadata, bytes_in_all: int) -> None:
+    if type(kept.properties) is not TensorProperties or type(kept.properties.dtype) is not torch.dtype:
+        raise UsageError(f"{name} has no dtype")
+    if type(kept.size) is not torch.Size or type(kept.chunks) is not list:
+        raise UsageError(f"{name} has no shape")
+    if math.prod(kept.size) * kept.properties.dtype.itemsize > bytes_in_all:
+        raise UsageError(f"{name} of shape {short(tuple(kept.size))} is larger than all files")
+    _check_chunks(name, tuple(kept.size), kept.chunks)
 
 
 def _check_chunks(name: str, shape: tuple[int, ...], chunks: list[Any]) -> None:
