@@ -195,7 +195,7 @@ def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.C
     waits, rows = found["emulated_seconds"], found["schedules"]
     assert waits["torch"] == pytest.approx(waits["sync"]), "emulated alike"
     assert 0 < waits["sync"] < rows["sync"]["step_seconds"]
-    assert rows["oases"]["max_relative_gradient_error"] == 0
+    assert rows["oases"]["max_relative_gradient_error"] < 1e-5
     said = capfd.readouterr().out
     assert "matmuls and attention are emulated, 1e+09 FLOP/s" in said
     assert "malloc: glibc's default" in said
