@@ -36,7 +36,7 @@ def test_unknown_wires():
 def llama(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = dict(
-        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=32,
     )  # fmt: skip
     torch.manual_seed(0)
