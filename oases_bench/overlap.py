@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,6 @@ from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_t
 from oases.simulator.hardware_file import read_hardware
 from oases.terminal import percent, progress, table
 from oases.train.config import option
-from oases_bench.allocator import MALLOCS, set_malloc
 from oases_bench.baselines import make_baseline, parse_baselines, require_baseline
 from oases_bench.emulation import EmulatedDevice, emulated_device
 from oases_bench.harness import (
@@ -41,6 +41,13 @@ from oases_bench.overlap_predictions import (
 )
 from oases_bench.ratio import NEAR, RatioLink
 from oases_bench.unedited_layers import UneditedLayers, of_model
+
+MALLOCS = ("keep", "trim")
+"""Memory that is freed stays with the process, or goes back to the system as by default: contestants that allocate a
+whole batch's activations then pay tens of thousands of page faults a step."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+"""Parameters of mallopt, by malloc.h."""
+_PAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,19 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
                 self.require_divisible(name, degree)
         for name in self.baseline_names:
             require_baseline(name, self.batch, self.recompute)
+
+
+def set_malloc(name: str) -> None:
+    """Set the allocator of this process for good. keep: nothing is mapped or trimmed; trim: glibc as it is.
+
+    UsageError where the C library is not glibc.
+    """
+    if name == "trim":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    values = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: _PAD_BYTES}
+    if mallopt is None or not all(mallopt(parameter, value) for parameter, value in values.items()):
+        raise UsageError(f"--malloc {name} needs glibc, which this process does not run on; give --malloc trim")
 
 
 def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:

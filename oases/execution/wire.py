@@ -9,7 +9,9 @@ at random, so that the mean of their errors is 0, and single ones are up to twic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -175,11 +177,30 @@ def add_wire(group: ProcessGroup, code: str) -> str:
         dist.Backend.register_backend(
             name, lambda *arguments: QuantizedBackend(create(*arguments), code), devices=["cpu"]
         )
-    made = dist.new_group(
-        dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
-    )
+    with _named(group, code):
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
+        )
     scheduler.add_wire(code, made.group_name)
     return cast(str, scheduler.wire_group(code))
+
+
+@contextmanager
+def _named(group: ProcessGroup, code: str) -> Iterator[None]:
+    """Context in which torch gives the group of a wire a name that none had.
+
+    torch names it by its ranks and the number of groups there are, so that it has the name of an older group where
+    another one was destroyed meanwhile. The store counts the wires of each name: all ranks add one for each.
+    """
+    key = f"oases wire {code} over {group.group_name}"
+    count = dist.distributed_c10d._get_default_store().add(key, 1)
+    unique = hashlib.sha1(f"{key} {(count - 1) // group.size()}".encode(), usedforsecurity=False).hexdigest()
+    names: Any = dist.distributed_c10d
+    by_ranks, names._hash_ranks_to_str = names._hash_ranks_to_str, lambda ranks: unique
+    try:
+        yield
+    finally:
+        names._hash_ranks_to_str = by_ranks
 
 
 def carries_codes(group: ProcessGroup) -> bool:

@@ -21,9 +21,8 @@ from oases.profile.overlap import OverlapBench, Passes
 from oases.testing import RankPool
 from oases_bench import overlap
 from oases_bench import ratio as module
-from oases_bench.allocator import MALLOCS
 from oases_bench.harness import Ranks
-from oases_bench.overlap import OverlapBenchConfig, bench_of, measured_at, run_overlap_bench, shown
+from oases_bench.overlap import MALLOCS, OverlapBenchConfig, bench_of, measured_at, run_overlap_bench, shown
 from oases_bench.ratio import RatioLink
 
 CONFIG = OverlapBenchConfig(
@@ -216,7 +215,7 @@ def test_compute_that_is_not_emulated(changes: dict[str, Any], message: str) -> 
 TOUCH = """
 import resource
 import torch
-from oases_bench.allocator import set_malloc
+from oases_bench.overlap import set_malloc
 
 set_malloc({name!r})
 for step in range(20):
