@@ -151,7 +151,7 @@ def test_wrong_calls_are_errors_on_all_ranks(two_ranks):
 
 
 def wrong_messages() -> list[Any]:
-    """What a receiver that asks for another type or size says, and what it gets then."""
+    """Error of a receiver that asks for another type or size, and what it gets then."""
     group, rank, found = dist.new_group(backend="staged"), dist.get_rank(), []
     if rank == 0:
         for tag in (0, 0, 1, 0):

@@ -1,4 +1,4 @@
-"""How ranks of the backend `staged` come together, or why they do not, and who else gets their memory."""
+"""Ranks of the backend `staged`: how they come together, or why they do not, and who else gets their memory."""
 
 from __future__ import annotations
 

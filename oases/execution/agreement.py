@@ -23,7 +23,7 @@ from torch import Tensor
 Form = tuple[Any, ...]
 """Hashable description of a call: alternating names and values, for messages."""
 Samples = list[str | list[list[float]]]
-"""Of each tensor, the hash of its integers, or sums over segments and how much each may differ."""
+"""Hash of the integers of each tensor, or sums over segments and how much each may differ."""
 
 _SEGMENTS = 64
 """Segments of a tensor, both of neighbouring numbers and of every 64th."""
@@ -38,7 +38,7 @@ _ROUNDING = 2.0**-10
 
 
 def samples_of(tensors: Iterable[Tensor]) -> Samples:
-    """Of each tensor what ranks can compare: a hash of integers, weighted sums of other numbers.
+    """Digest of each tensor, for ranks to compare: a hash of integers, weighted sums of other numbers.
 
     Another number changes two sums: that of its neighbours, and that of every 64th number, in most tensors of one
     channel. A large channel or outlier therefore hides its own segments alone.

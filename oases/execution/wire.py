@@ -217,7 +217,7 @@ def _carrier_of(group: ProcessGroup) -> tuple[str, Callable[..., Any] | None]:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    """How long the group's collectives wait on the CPU; None for a backend that does not say it."""
+    """Timeout of the group's collectives on the CPU; None for a backend that does not say it."""
     backend: Any = group._get_backend(torch.device("cpu"))
     if isinstance(backend, dist.ProcessGroupGloo):
         return backend.options._timeout

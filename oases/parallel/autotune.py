@@ -67,7 +67,7 @@ class Budget:
 
 
 class Begun(NamedTuple):
-    """Where a measurement stands when it begins: candidates whose turns are over, those of turns to repeat, choice.
+    """State of a measurement when it begins: candidates whose turns are over, those of turns to repeat, choice.
 
     turns, repeated: a character for each turn (`_DIGITS`). chosen: label that follows the last turn; None to measure.
     """

@@ -192,5 +192,5 @@ def form_of(
 
 
 def compared(x: Tensor, inputs: Sequence[BlockInputs], call: int) -> Samples | None:
-    """What ranks compare of the tensors that they are given in this call, counted from 1; None in most calls."""
+    """Samples of the tensors of this call, counted from 1, for ranks to compare; None in most calls."""
     return samples_of([x, *tensors_in(inputs)]) if is_sampled(call) else None

@@ -8,9 +8,9 @@ from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
 from oases.simulator.hardware import Hardware
 
 CONTEXT_BYTES = 512 << 20
-"""Of a CUDA context, with torch's loaded kernels and the workspaces of cuBLAS and attention."""
+"""Bytes of a CUDA context, with torch's loaded kernels and the workspaces of cuBLAS and attention."""
 COMMUNICATORS = 10
-"""Of a rank, at most: the run's, two tensor-parallel degrees', data, weights, both ends', four lanes of messages."""
+"""Communicators of a rank, at most: of the run, two tensor-parallel degrees, data, weights, ends, four lanes."""
 COMMUNICATOR_BYTES = 48 << 20
 """NCCL's buffers of one: about 6 MiB for each of the 8 channels that `nccl_options` allows."""
 FRAGMENTED = 0.04

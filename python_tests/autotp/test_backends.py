@@ -23,7 +23,7 @@ def described(mesh: Any) -> list[Any]:
 
 
 def made() -> list[list[Any]]:
-    """What `with_backend` makes of a group and of meshes; each sums."""
+    """Sums over the groups and meshes that `with_backend` makes."""
     found = [
         with_backend(None, "staged"),
         with_backend(dist.new_group([0, 1, 2, 3]), "staged"),

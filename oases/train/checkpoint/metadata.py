@@ -132,7 +132,7 @@ class Metadata:
                 )
 
     def backend_difference(self, backend: str) -> str:
-        """Why sums over a backend may differ in their last bits from those of the saved run; "" if they do not.
+        """Reason why sums over a backend may differ in the last bits from the saved run's; "" if they do not.
 
         `staged` adds numbers in the order of ranks; gloo and what is built on it (`sim`) in an order of its own.
         """
