@@ -102,8 +102,8 @@ class Row:
     def add(self, totals: Any, errors: tuple[int, float], *, at_once: bool = False) -> None:
         """Add the totals of one label, and the number and sum of its sampled errors.
 
-        at_once: the schedule waits for it before any compute. Then all of its time is exposed: that a wait begins a
-        moment after its collective, or the host is slow to begin it, is no overlap.
+        at_once: the schedule waits for it before any compute. Then all of its time is exposed: that the host is slow
+        to begin the wait, or accumulates gradients before it, is no overlap.
         """
         self.collectives += totals.count
         self.bytes += totals.bytes

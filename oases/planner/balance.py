@@ -38,7 +38,7 @@ class StageLoad:
         more = self.kept_bytes - self.recomputed_bytes
         keeping = layers if free >= layers * more else max(0, int(free // more)) if more else 0
         seconds = self.fixed_seconds + keeping * self.layer_seconds + (layers - keeping) * self.recomputed_seconds
-        return seconds if free >= 0 else seconds * (1 + _STEEP * -free / self.capacity)
+        return seconds if free >= 0 else seconds * (1 + _STEEP * -free / max(1, self.capacity))
 
 
 def least_load(loads: Sequence[StageLoad], layers: int) -> float:

@@ -1,6 +1,5 @@
 """Statements of docs/models.md on a parallelized model: hooks, results of layers, dropout, replicas."""
 
-import functools
 
 import pytest
 import torch
@@ -59,7 +58,6 @@ def test_hidden_states_are_there_where_layers_run_by_themselves(two_ranks):
         assert read == [(4, 10, 32)] * 3
 
 
-@functools.cache
 def mesh_of(degree):
     return init_device_mesh("cpu", (2 // degree, degree), mesh_dim_names=("dp", "tp"))
 

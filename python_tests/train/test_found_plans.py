@@ -13,7 +13,7 @@ from oases.simulator.hardware_file import write
 from oases.simulator.links import LinkModel
 
 SLOW = LinkModel(1e-5, 7e5)
-HARDWARE = Hardware("slow links", Device("d", 1 << 30, {"float32": 1e8}, 1e8), 4, SLOW, SLOW)
+HARDWARE = Hardware("slow links", Device("d", 8 << 30, {"float32": 1e8}, 1e8), 4, SLOW, SLOW)
 """Sums of gradients take longer here than all of the compute, so stages win."""
 SIZES = {name: getattr(DEEP, name) for name in ("hidden", "layers", "heads", "sequence", "vocabulary")}
 

@@ -137,7 +137,7 @@ LINK = LinkModel(1e-4, 1e8)
 
 
 def found_plan():
-    device = Device("any", 1 << 30, {"bfloat16": 1e10}, 1e10)
+    device = Device("any", 8 << 30, {"bfloat16": 1e10}, 1e10)
     return oases.plan(SHAPE, (Hardware("any", device, 2, LINK, LINK), 2), global_batch=8)
 
 
