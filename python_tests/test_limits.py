@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from command_line import fails
@@ -88,7 +90,7 @@ def test_every_numeric_option_is_refused_beyond_its_limit(capsys, tmp_path, comm
     ("words", "parts"),
     [
         ("--layers 1000000000", ["--layers must be at most 4096, got 1000000000"]),
-        ("--layers 1e9", ["--layers", "'1e9'"]),
+        ("--layers 1e9", ["--layers must be at most 4096, got 1000000000"]),
         ("--batch 1000000000", ["--batch must be at most 4194304"]),
         ("--batch 4194304 --sub-batches 2", ["GB for activations (--batch, --sequence)", "GB for logits (--batch"]),
         ("--vocabulary 1000000000000", ["--vocabulary must be at most 134217728"]),
@@ -201,3 +203,23 @@ def test_a_replay_takes_sizes_within_limits_only(capsys, tmp_path):
     with Recorder(path) as recorder:
         recorder.write(0, 0, next(generate(experts=4, devices=2, tokens=64)))
     assert "--hidden must be at most" in fails(capsys, "loads", str(path), "--hidden", "1000000000")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["train", "--layers", "1e9"], "--layers must be at most 4096, got 1000000000"),
+        (["train", "--layers=1000000000"], "--layers must be at most 4096, got 1000000000"),
+        (["profile", "--degrees", f"1,{DIGITS}"], "--degrees must be at most 65536, got a number of 5000 digits"),
+        (["bench", "overlap", "--schedules", ",".join(["oases"] * 5000)], "--schedules takes at most 1000 values"),
+        (["bench", "overlap", "--wires=,"], "--wires names nothing: ','"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_arguments_beyond_limits_are_refused_before_torch_is_imported(given, said):
+    code = f"import atexit, sys; from oases.cli import main; atexit.register(lambda: print('torch' in sys.modules))"
+    code += f"; main({given})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.startswith(f"oases: error: {said}")
+    assert len(done.stderr) < 200

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from oases import __version__
 from oases.cli.options import COMMANDS, Parser, command, fail, require_writable
 from oases.errors import ExtensionError, UsageError
+from oases.limits import require_arguments
 from oases.schedule import ScheduleError
 
 _COMPLETION = "--print-completion"
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (a rank failed) or 2 (invalid input)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        require_arguments(given)
         options = _parser(given).parse_args(given)
         require_writable("--json", options.json)
         options.run(options, given)
