@@ -1,5 +1,6 @@
 """The pool of ranks that tests run on."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -50,8 +51,11 @@ def reduced():
 
 def polling():
     """Threads of gloo in this process, of groups that are there or were not given back."""
-    threads = [each.joinpath("comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
-    return threads.count("gloo_tcp_loop")
+    names = []
+    for each in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            names.append(each.joinpath("comm").read_text().strip())
+    return names.count("gloo_tcp_loop")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
