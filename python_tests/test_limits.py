@@ -217,7 +217,7 @@ def test_a_replay_takes_sizes_within_limits_only(capsys, tmp_path):
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
 def test_arguments_beyond_limits_are_refused_before_torch_is_imported(given, said):
-    code = f"import atexit, sys; from oases.cli import main; atexit.register(lambda: print('torch' in sys.modules))"
+    code = "import atexit, sys; from oases.cli import main; atexit.register(lambda: print('torch' in sys.modules))"
     code += f"; main({given})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "False\n")

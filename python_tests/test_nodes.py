@@ -158,7 +158,7 @@ def agents_start(mark):
     ("when", "how"),
     [
         pytest.param("training", "SIGINT to the group", marks=pytest.mark.slow),
-        ("training", "SIGTERM"),
+        pytest.param("training", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("training", "SIGKILL", marks=pytest.mark.slow),
         ("starting", "SIGINT to the group"),
         pytest.param("starting", "SIGKILL", marks=pytest.mark.slow),

@@ -50,7 +50,14 @@ def logged(folder, step):
     ]
 
 
-@pytest.mark.parametrize(("script", "number"), [("trainer.py", 18), ("lora.py", 16), ("sft.py", 40)])
+@pytest.mark.parametrize(
+    ("script", "number"),
+    [
+        ("trainer.py", 18),
+        pytest.param("lora.py", 16, marks=pytest.mark.slow),
+        pytest.param("sft.py", 40, marks=pytest.mark.slow),
+    ],
+)
 def test_examples_with_the_trainer(run, tmp_path, script, number):
     """Two ranks train; four, in two replicas, resume from their checkpoint in the middle."""
     for ranks in (1, 2):
@@ -73,7 +80,7 @@ def steps(printed):
     return [(int(step), *(pytest.approx(float(each), rel=1e-4) for each in numbers)) for step, *numbers in found]
 
 
-@pytest.mark.parametrize("script", ["accelerated.py", "lightning_module.py"])
+@pytest.mark.parametrize("script", ["accelerated.py", pytest.param("lightning_module.py", marks=pytest.mark.slow)])
 def test_examples_with_a_loop(run, tmp_path, script):
     """Two ranks train and save in the middle; four, in two replicas, resume from there."""
     expected, two = (steps(run(ranks, script, ranks, folder=tmp_path)) for ranks in (1, 2))

@@ -57,8 +57,16 @@ def check(targets, folder, after=False):
     dist.barrier()
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before parallelize", "after it"])
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    ("targets", "after"),
+    [
+        pytest.param(
+            targets, after, marks=() if after == (targets == "all") else pytest.mark.slow, id=f"{targets}-{when}"
+        )
+        for targets in TARGETS
+        for after, when in ((False, "before parallelize"), (True, "after it"))
+    ],
+)
 def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, after, tmp_path):
     two_ranks.run(check, targets, str(tmp_path / "adapter"), after, timeout_seconds=100)
 

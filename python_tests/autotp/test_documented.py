@@ -1,6 +1,5 @@
 """Statements of docs/models.md on a parallelized model: hooks, results of layers, dropout, replicas."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

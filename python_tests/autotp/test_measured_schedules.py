@@ -19,7 +19,12 @@ def in_stages(path, shape, options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [((2, 1, 2), {}), ((1, 2, 2), {"fsdp": True}), ((2, 1, 2), {"pipeline": "zb_h1"})]
+    ("shape", "options"),
+    [
+        ((2, 1, 2), {}),
+        pytest.param((1, 2, 2), {"fsdp": True}, marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), {"pipeline": "zb_h1"}, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_and_replicas_train_as_one_process(four_ranks, tmp_path, shape, options):
     """Five steps of two micro-batches, in which the first candidates have their turns."""

@@ -24,7 +24,10 @@ FLOAT32_LOSS = 3e-7
 """Models of transformers compute the loss in float32, also in float64."""
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "gemma3", "vit", "olmoe", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gemma3", "vit", "olmoe", "bert"))],
+)
 def test_two_stages_train_as_one_process(two_ranks, name):
     found = two_ranks.run(trained_in_stages, name, (2, 1, 1), {})
     assert apart(found) < (1e-5 if name == "olmoe" else FLOAT32_LOSS)
@@ -35,18 +38,18 @@ def test_two_stages_train_as_one_process(two_ranks, name):
     ("name", "shape", "options"),
     [
         ("llama", (2, 1, 2), {"recompute": "full", "pipeline": "shifted_critical_path", "micro_batches": 4}),
-        ("gpt2", (2, 2, 1), {"pipeline": "gpipe"}),
-        ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
+        pytest.param("gpt2", (2, 2, 1), {"pipeline": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param("t5", (2, 1, 2), {"pipeline": "zb_h1"}, marks=pytest.mark.slow),
         ("qwen3", (1, 2, 2), {}),
-        ("phi", (4, 1, 1), {"micro_batches": 4}),
+        pytest.param("phi", (4, 1, 1), {"micro_batches": 4}, marks=pytest.mark.slow),
         pytest.param("phi", (2, 1, 2), {"compile": "aot_eager"}, marks=pytest.mark.slow),
-        ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
+        pytest.param("llama", (2, 1, 2), {"pipeline": "interleaved"}, marks=pytest.mark.slow),
         ("llama", (2, 1, 2), {"pipeline": "zb_v", "recompute": "full", "micro_batches": 4}),
-        ("gpt2", (2, 2, 1), {"pipeline": "zb_v"}),
+        pytest.param("gpt2", (2, 2, 1), {"pipeline": "zb_v"}, marks=pytest.mark.slow),
         ("gpt2", (2, 2, 1), {"pipeline": "zb_v", "fsdp": True}),
         ("gpt2", (2, 2, 1), {"fsdp": True}),
         pytest.param("t5", (1, 2, 2), {"fsdp": True}, marks=pytest.mark.slow),
-        ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),
+        pytest.param("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("llama", (2, 2, 1), {"fsdp": True, "pipeline": "interleaved"}, marks=pytest.mark.slow),
         pytest.param("gpt2", (1, 2, 2), {"zero": True}, marks=pytest.mark.slow),
         pytest.param("t5", (2, 2, 1), {"zero": True, "pipeline": "zb_h1"}, marks=pytest.mark.slow),
@@ -65,7 +68,7 @@ def test_all_dimensions_train_as_one_process(four_ranks, name, shape, options):
     ("name", "shape", "options"),
     [
         ("gpt2", (2, 2, 1), {"fsdp": True}),
-        ("llama", (1, 2, 2), {"zero": True, "recompute": "full"}),
+        pytest.param("llama", (1, 2, 2), {"zero": True, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("t5", (2, 1, 2), {}, marks=pytest.mark.slow),
     ],
 )
@@ -150,10 +153,11 @@ def planned(pipeline, *stages, along=False):
             planned("shifted_critical_path", [(1, "oases", 1), (2, "cross_pass", 0)], [(1, "sync", 0)]),
             [[("across layers", "oases", 1), ("across layers", "cross_pass", 2)], [("across layers", "sync", 1)]],
         ),
-        (
+        pytest.param(
             "t5",  # an encoder and a decoder of four layers each
             planned("one_f_one_b", [(3, "oases", 0)], [(5, "oases", 3)]),
             [[("across layers", "oases", 3)], [("across layers", "oases", 1), ("across layers", "oases", 4)]],
+            marks=pytest.mark.slow,
         ),
         (
             "llama",  # one stage, two replicas, two micro-batches

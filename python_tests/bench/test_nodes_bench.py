@@ -80,6 +80,7 @@ def test_contestants_compute_what_one_process_computes(eight_ranks, across):
                     assert sum(shares) / len(shares) == pytest.approx(expected, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_every_contestant_has_its_row(eight_ranks):
     # A placement of its own: DTensor caches groups by the ranks of a mesh, and the pool has destroyed the others.
     names = [*SMALL.contestants.split(","), "one_f_one_b/oases:int8"]

@@ -45,7 +45,8 @@ def run(config):
     return run_overlap_bench(config, Ranks(), False)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_llama_beside_the_gpt_of_its_sizes(two_ranks, tmp_path, recompute):
     config = config_of(tmp_path, LLAMA, beside_gpt=True, recompute=recompute)
     assert (config.layers, config.hidden, config.heads) == (2, 32, 4)

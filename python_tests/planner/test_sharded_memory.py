@@ -106,7 +106,14 @@ def new_ranks():
         yield pool
 
 
-@pytest.mark.parametrize(("way", "dtype"), [("zero", "bfloat16"), ("fsdp", "bfloat16"), ("fsdp", "float32")])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        pytest.param("zero", "bfloat16", marks=pytest.mark.slow),
+        ("fsdp", "bfloat16"),
+        pytest.param("fsdp", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_hold_what_a_plan_predicts(new_ranks, way, dtype):
     assert all(abs(error) < 0.1 for error in compare(new_ranks, (1, 2, 1), way, dtype, 12, 64))
 

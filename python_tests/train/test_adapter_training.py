@@ -61,6 +61,7 @@ def reference(model, corpus):
     return [each.item() for each in (*losses, norm)]
 
 
+@pytest.mark.slow
 def test_all_degrees_train_adapters_alike(two_ranks, llama, corpus):
     *expected, norm = reference(llama, corpus)
     assert expected[0] > expected[-1] + 0.01  # it learns

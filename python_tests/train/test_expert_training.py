@@ -70,7 +70,10 @@ def test_two_ranks_train_like_one(two_ranks, corpus, alone, placement):
         {"fsdp": True, "degrees": {"data": 2, "tensor": 2}, "micro_batches": 2, "recompute": "full"},
         pytest.param({"compile": "aot_eager", "degrees": {"tensor": 2}}, marks=pytest.mark.slow),
         {"fsdp": True, "degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2},
-        {"compile": "aot_eager", "degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2},
+        pytest.param(
+            {"compile": "aot_eager", "degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):

@@ -50,7 +50,12 @@ LEGS = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gpt2", "tp"), pytest.param("gpt2", "pp", marks=pytest.mark.slow), ("llama", "zero"), ("gpt2", "fsdp")],
+    [
+        pytest.param("gpt2", "tp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "pp", marks=pytest.mark.slow),
+        ("llama", "zero"),
+        ("gpt2", "fsdp"),
+    ],
 )
 def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, kind):
     """GPT-2 has queries, keys and values in one tensor, a vocabulary that two do not divide, and a tied head."""
@@ -76,6 +81,7 @@ def test_any_mesh_goes_on_from_the_parts_of_a_v(two_ranks, tmp_path):
         assert mean(found) == pytest.approx(mean(expected), rel=1e-4), (degrees, options)
 
 
+@pytest.mark.slow
 def test_four_ranks_go_on_from_two_and_with_masters(two_ranks, four_ranks, tmp_path):
     folder, masters = str(tmp_path / "run"), {"dtype": torch.bfloat16, "master_weights": True}
     expected = two_ranks.run(first_leg, "llama", (1, 1, 2), folder, masters)
@@ -120,7 +126,7 @@ def save_whole(name, folder, options):
     return full
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_model_in_stages_is_saved_for_transformers(four_ranks, tmp_path, name):
     """T5's table is on both stages."""
     full, *others = four_ranks.run(save_whole, name, str(tmp_path / "whole"), {})
