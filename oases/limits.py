@@ -139,7 +139,8 @@ def _require_argument(flag: str, text: str) -> None:
         number = int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
         return  # not a number: the parser says what is expected
-    if number == number // 1 and (found := fault(name, int(number), flag)):  # "1e9", which argparse takes for no number
+    whole = number == number // 1  # "1e9", which the parser takes for no number
+    if whole and (found := fault(name, int(number), flag)):
         raise UsageError(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +161,9 @@ def _files(path: Path) -> list[Path]:
             f"{str(path)!r} is neither a file nor a folder; nothing is downloaded here: fetch the model first, e.g. "
             "with huggingface_hub.snapshot_download, and give its folder"
         )
-    if (path / MODEL_FILE).is_file():
+    if os.path.lexists(path / MODEL_FILE):
         return [path / MODEL_FILE]
-    if (path / INDEX_FILE).is_file():
+    if os.path.lexists(path / INDEX_FILE):
         return _indexed(path / INDEX_FILE)
     found = sorted(path.glob("*.safetensors"))
     if not found:

@@ -1,6 +1,7 @@
 """Weights of partitioned models: from files to ranks, from ranks to files, equal to the last bit."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -204,7 +205,17 @@ def _twice(saved):
     shutil.copy(_second(saved), saved / "more.safetensors")
 
 
+def _pipe(name):
+    def change(saved):
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+
+    return change
+
+
 FAULTS = {
+    "pipe": (_pipe("model-00002-of-00002.safetensors"), r"names 'model-00002-.*' for 1 tensors, but there is no such"),
+    "pipe for an index": (_pipe("model.safetensors.index.json"), r"index.json' is not a file but a pipe"),
     "truncated": (_truncate, r"00002-of-00002.* is not a complete safetensors file: .*truncated.*download it again"),
     "corrupt": (lambda saved: _second(saved).write_bytes(b"version https://git-lfs"), r"Git LFS.*download it again"),
     "no shard": (
