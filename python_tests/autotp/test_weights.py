@@ -214,7 +214,7 @@ def _pipe(name):
 
 
 FAULTS = {
-    "pipe": (_pipe("model-00002-of-00002.safetensors"), r"names 'model-00002-.*' for 1 tensors, but there is no such"),
+    "pipe": (_pipe("model-00002-of-00002.safetensors"), r"names 'model-00002-.*' for 1 tensors, but there"),
     "pipe for an index": (_pipe("model.safetensors.index.json"), r"index.json' is not a file but a pipe"),
     "truncated": (_truncate, r"00002-of-00002.* is not a complete safetensors file: .*truncated.*download it again"),
     "corrupt": (lambda saved: _second(saved).write_bytes(b"version https://git-lfs"), r"Git LFS.*download it again"),
