@@ -87,7 +87,10 @@ def hybrid(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "close", "part"),
-    [("jamba", torch.float32, 1e-5, "mamba"), ("lfm2", torch.float64, 1e-6, "conv")],
+    [
+        pytest.param("jamba", torch.float32, 1e-5, "mamba", marks=pytest.mark.slow),
+        ("lfm2", torch.float64, 1e-6, "conv"),
+    ],
 )
 def test_parts_of_hybrids_that_stay_whole_are_told_of(two_ranks, name, dtype, close, part):
     """Mamba's scan, and the losses of both, are in float32 whatever the model's type."""
