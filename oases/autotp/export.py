@@ -221,12 +221,13 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
     layer = type(traced).__name__
     _refuse_mutation(program, layer)
     inline_grad_modes(program)
-    if not without_in_place(program.graph):
-        with quiet():  # last resort: this decomposes composite ops that the rules know
+    graph = without_in_place(program.graph)
+    if graph is None:
+        with quiet():  # last resort: this takes long, and decomposes composite ops that the rules know
             program = program.run_decompositions({})
         _refuse_mutation(program, layer)
+        graph = program.graph
     signature = program.graph_signature
-    graph = program.graph
     drop_asserts(graph)
     if not differentiable_copies(graph):
         raise UnsplittableError(f"{layer} assigns a tensor to a part of another of another shape")

@@ -21,7 +21,7 @@ from oases.autotp.preconditions import require_planned
 from oases.autotp.program import LayerSignature, Program
 from oases.autotp.report import LayersReport, PartitionReport
 from oases.autotp.runner import Layer, LayerForward, Runner
-from oases.autotp.signatures import layer_signatures
+from oases.autotp.signatures import layer_signatures, whole_parts
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.standalone import StandaloneForward
 from oases.autotp.tools.adapters import FIRST, whole_twin
@@ -131,19 +131,30 @@ def _tell_of_whole_layers(
     tp: GroupRank,
     required: bool,
 ) -> None:
-    """Warn of layers that stay whole, with their share of the parameters. OverlapError where overlap is required."""
+    """Warn of layers, and parts of layers, that stay whole, with their share of the parameters.
+
+    OverlapError where overlap is required.
+    """
+    if tp.ranks == 1:
+        return
     whole = []
     total = sum(parameter.numel() for parameter in model.parameters())
     for each, signatures in found:
-        at = [place for place, one in enumerate(signatures) if isinstance(one, UnsplittableError)]
-        if at:
+        reasons: dict[str, str] = {}
+        places: dict[str, list[int]] = {}
+        for place, one in enumerate(signatures):
+            for part, why in whole_parts(one).items():
+                reasons.setdefault(part, why)
+                places.setdefault(part, []).append(place)
+        for part, at in places.items():
             many = f"{len(at)}" if len(at) == len(signatures) else f"{len(at)} of {len(signatures)}"
-            held = {p: p.numel() for place in at for p in model.get_submodule(each.paths[place]).parameters()}
+            modules = [model.get_submodule(each.paths[place]).get_submodule(part) for place in at]
+            held = {p: p.numel() for module in modules for p in module.parameters()}
             whole.append(
-                f"{each.name or type(model).__name__} ({many} layers, {sum(held.values()) / total:.0%} of the "
-                f"parameters): {signatures[at[0]]}"
+                f"{f'{part} of ' * bool(part)}{each.name or type(model).__name__} ({many} layers, "
+                f"{sum(held.values()) / total:.0%} of the parameters): {reasons[part]}"
             )
-    if not whole or tp.ranks == 1:
+    if not whole:
         return
     text = f"every rank computes these layers whole, with no less time and memory: {'; '.join(whole)}"
     if required:

@@ -235,8 +235,9 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
     found = []
     for name, module in lists:
         mine = [call for call in calls if any(call.module is layer for layer in module)]
-        if mine:
-            found.append(_chained(name, module, mine, read))
+        chain = _chained(name, module, mine, read) if mine else None
+        if chain is not None and (_is_sure(module) or not chain.broken):
+            found.append(chain)
             found[-1].outside_reads = _within(found[-1].paths, recorder.outside_reads)
             since = {
                 path: changes[call.module]() for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
@@ -246,13 +247,30 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:
-    """Lists of modules of one class that are in no other such list."""
-    lists = [
+    """Lists of modules of one class that are in no other such list, and what may be one (see `_is_sure`).
+
+    A ModuleList that holds a list of one class is none itself: it may be a single stage of layers.
+    """
+    lists: list[tuple[str, Any]] = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _alike(module)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0 and _have_weights(module)
+    ]
+    sure = [name for name, module in lists if _is_sure(module)]
+    lists = [
+        (name, module)
+        for name, module in lists
+        if _is_sure(module) or (isinstance(module, nn.ModuleList) and not any(_is_in(other, name) for other in sure))
     ]
     return [(n, m) for n, m in lists if not any(_is_in(n, other) for other, _ in lists)]
+
+
+def _is_sure(modules: Any) -> bool:
+    """Whether a list is one of layers, however they are called: several modules of one class.
+
+    A single module, and modules of several classes (attention and Mamba), are layers where they are called as such.
+    """
+    return len(modules) > 1 and len({type(each) for each in modules}) == 1
 
 
 def _is_in(name: str, other: str) -> bool:
@@ -278,11 +296,8 @@ def complete_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     return args, {"use_cache": False, **kwargs} if has_argument(model, "use_cache") else kwargs
 
 
-def _alike(modules: Any) -> bool:
-    """Whether all modules are of one class and have weights."""
-    return len({type(each) for each in modules}) == 1 and all(
-        any(True for _ in each.parameters()) for each in modules
-    )
+def _have_weights(modules: Any) -> bool:
+    return all(any(True for _ in each.parameters()) for each in modules)
 
 
 def _chained(name: str, module: Any, calls: list[TracedCall], read: set[int]) -> LayerList:
@@ -321,7 +336,8 @@ def _activations(calls: list[TracedCall]) -> tuple[list[int], str]:
             why = f"layer {number} reads the results of several layers before it"
         places.append(mine[0] if len(mine) == 1 else -1)
         results.append(first_leaf(call.result))
-    places[0] = places[1] if len(calls) > 1 else -1  # the first layer gets its activation where the others do
+    # The first layer gets its activation where the others do, an only one in its first argument.
+    places[0] = places[1] if len(calls) > 1 else 0
     for call, at in zip(calls, places, strict=True):
         flat, _ = leaves(call.args, call.kwargs)
         x, result = flat[at] if 0 <= at < len(flat) else None, first_leaf(call.result)

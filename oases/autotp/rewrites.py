@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,14 +41,21 @@ def differentiable_copies(graph: fx.Graph) -> bool:
     for node in list(graph.nodes):
         if str(node.target) != "aten.copy.default":
             continue
-        target, source = (each.meta["val"] for each in node.args[:2])
-        if target.shape != source.shape:
+        target: Any = node.args[0]
+        into, source = (each.meta["val"] for each in node.args[:2])
+        if into.shape != source.shape:
             return False
-        like = {"dtype": target.dtype, "device": target.device}
+        like = {"dtype": into.dtype, "device": into.device}
         with graph.inserting_before(node):
             copied = _emit(graph, torch.ops.aten._to_copy.default, (node.args[1],), node, **like)
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
+        while (
+            target.op == "call_function" and not target.users and _is_view(target)
+        ):  # the part that was written to, which nothing reads now
+            whole: Any = target.args[0]
+            graph.erase_node(target)
+            target = whole
     return True
 
 
@@ -96,29 +105,94 @@ _VIEWS = (
 )
 
 
-def without_in_place(graph: fx.Graph) -> bool:
-    """Replace `x.add_(y)` by `x = x.add(y)` for later readers of x. Returns False where that is not possible."""
+def without_in_place(graph: fx.Graph) -> fx.Graph | None:
+    """The graph with `x = x.add(y)` for `x.add_(y)`, and `x = slice_scatter(x, y, 0, 2)` for `x[:2] = y`.
+
+    Itself where it has no such op, else a copy. None where that is not possible: for inputs, and for values of which
+    another view is read later.
+    """
+    if not any(_mutates(node) for node in graph.nodes):
+        return graph
+    graph = copy.deepcopy(graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        base, _, overload = str(node.target).removeprefix("aten.").partition(".")
-        target = node.args[0]
-        aliased = not isinstance(target, fx.Node) or target.op == "placeholder" or _looks_like_view(target)
-        aliased = aliased or any(_looks_like_view(user) and order[user] < order[node] for user in target.users)
-        functional = getattr(getattr(torch.ops.aten, base.rstrip("_"), None), overload, None)
-        if aliased or functional is None or not base.endswith("_"):
-            return False
+    latest: dict[
+        fx.Node, fx.Node
+    ] = {}  # the result of the last op on a part of a value, which aliases that, by value
+    for node in [each for each in graph.nodes if _mutates(each)]:
+        functional, at = _functional(node), order[node]
+        target, views = _taken_from(node.args[0])
+        if functional is None or target.op == "placeholder" or _is_view(target) or target in latest.values():
+            return None
+        others = _aliases([target, *([latest[target]] if target in latest else [])]) - {target}
+        if any(order[alias] < at < order[user] for alias in others for user in alias.users):
+            return None
         node.target = functional
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
-    return True
+        made = node
+        for view in views:
+            with graph.inserting_after(made):
+                whole: Any = view.args[0]
+                made = _emit(graph, _SCATTERS[view.target], (whole, made, *view.args[1:]), whole)
+            order[made] = at
+        for user in [each for each in target.users if order[each] > at]:
+            user.replace_input_with(target, made)
+        if made is not node:
+            latest[made] = node
+    return graph
 
 
-def _looks_like_view(node: fx.Node) -> bool:
+_SCATTERS: dict[Any, Any] = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+"""Ops that put a part of a tensor in its place, by the op that takes it."""
+
+
+def _functional(node: fx.Node) -> Any:
+    """The op that returns what an op in place writes; None where there is none."""
+    base, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    known = base.endswith("_") and isinstance(node.args[0], fx.Node)
+    return getattr(getattr(torch.ops.aten, base[:-1], None), overload, None) if known else None
+
+
+def _taken_from(part: Any) -> tuple[Any, list[fx.Node]]:
+    """The value that a tensor is a part of, and the views that take it, the smallest first."""
+    views = []
+    while isinstance(part, fx.Node) and part.target in _SCATTERS and not part.kwargs:
+        if not _takes_all(part):
+            views.append(part)
+        part = part.args[0]
+    return part, views
+
+
+def _takes_all(view: fx.Node) -> bool:
+    """Whether a slice is one of everything, as of dimensions that `x[..., :2]` passes over."""
+    if view.target is not torch.ops.aten.slice.Tensor:
+        return False
+    first, last, step = [*view.args, None, None, None][2:5]
+    return first in (None, 0) and last in (None, sys.maxsize) and step in (None, 1)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _aliases(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and views of them."""
+    found, queue = set[fx.Node](), list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += [user for user in node.users if _is_view(user)]
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node may be a view of its input."""
     if "getitem" in str(node.target):  # one of several results: a view for split, a new tensor for top-k
-        return _looks_like_view(node.all_input_nodes[0])
-    return any(name in str(node.target) for name in _VIEWS)
+        return _is_view(node.all_input_nodes[0])
+    return "scatter" not in str(node.target) and any(name in str(node.target) for name in _VIEWS)
 
 
 def normalise_linears(graph: fx.Graph, parameters: Mapping[str, str]) -> None:

@@ -18,7 +18,10 @@ from oases.autotp.splitter import args_of, keyword, name_of
 
 _PRODUCTS = {"matmul": 0, "bmm": 0, "mm": 0, "linear": 0, "baddbmm": 1, "addmm": 1}
 """Place of the factor whose last dimension is contracted."""
-_MOVES = {"select": 0, "slice": 0, "flip": 0, "roll": 1, "cat": 0, "index_select": 0, "gather": 0}
+_MOVES = {
+    "select": 0, "slice": 0, "flip": 0, "roll": 1, "cat": 0, "index_select": 0, "gather": 0, "slice_scatter": 1,
+    "select_scatter": 1,
+}  # fmt: skip
 """Ops that take or reorder elements along a dimension, and the place of that dimension after the first argument."""
 
 

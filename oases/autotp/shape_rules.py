@@ -180,6 +180,38 @@ def sliced(s: Splitter, node: fx.Node) -> Value:
     return s.split(piece, dim, inside[1])
 
 
+@rule("new_empty", "new_zeros")
+def made_anew(s: Splitter, node: fx.Node) -> Value:
+    """New tensor as long as a sharded one in its sharded dimension, to put heads together in, say."""
+    x, sizes = args_of(node)[:2]
+    split, shape = s.value(x).split, s.shape(x)
+    if split is None:
+        return Value(s.copy(node))
+    if len(s.shape(node)) != len(shape) or s.shape(node)[split.dim] != shape[split.dim] or split.copies > 1:
+        raise UnsplittableError(f"{node.target} of another shape than the sharded tensor {x}")
+    sizes = list(fx.map_arg(list(sizes), s.whole))
+    sizes[split.dim] = _local(s, sizes[split.dim])
+    made = s.emit(node, (s.value(x).node, sizes), dict(fx.map_arg(node.kwargs, s.whole)))
+    return s.split(made, split.dim, split.segments)
+
+
+@rule("slice_scatter", "select_scatter")
+def put_into(s: Splitter, node: fx.Node) -> Value:
+    """Put a tensor into a part of another one along a dimension that is not sharded."""
+    x, source, *rest = args_of(node)
+    one, dim = name_of(node) == "select_scatter", int(rest[0] if rest else 0) % len(s.shape(x))
+    split, given = s.value(x).split, s.value(source).split
+    if split is None and given is not None:
+        split = Split(given.dim + (one and dim <= given.dim), given.segments)
+    if split is None:
+        return Value(s.copy(node))
+    if dim == split.dim:
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
+    part = s.as_split(source, Split(split.dim - (one and dim < split.dim), split.segments))
+    args = (s.as_split(x, split), part, *fx.map_arg(rest, s.whole))
+    return s.split(s.emit(node, args, dict(fx.map_arg(node.kwargs, s.whole))), split.dim, split.segments)
+
+
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
     """Split along another dimension, or along the sharded one at segment ends."""

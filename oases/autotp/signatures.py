@@ -59,3 +59,33 @@ def _argument_types(call: TracedCall) -> str:
     return repr(
         [type(each).__name__ for each in call.args] + sorted((k, type(v).__name__) for k, v in call.kwargs.items())
     )
+
+
+def whole_parts(signature: LayerSignature | UnsplittableError) -> dict[str, str]:
+    """Modules of a layer in which nothing is sharded though matrices are multiplied, each with the reason.
+
+    The layer itself ("") where it cannot be sharded. A router beside sharded experts is no such module.
+    """
+    if isinstance(signature, UnsplittableError):
+        return {"": str(signature)}
+    shared = (*signature.cuts, *(f"{name}." for name in signature.balanced))
+    found: dict[str, str] = {}
+    for part, module in _parts(signature.twin):
+        matrices = [name for name, p in module.named_parameters(prefix=part) if p.dim() > 1]
+        refused = [why for name, why in signature.refused.items() if _is_of(name, part)]
+        if (refused or len(matrices) > 1) and not any(_is_of(name, part) for name in shared):
+            found[part] = refused[0] if refused else "no pair of linears"
+    return found
+
+
+def _parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that a layer consists of, those of a list one by one, with their names."""
+    found = []
+    for name, module in layer.named_children():
+        inner = _parts(module) if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else [("", module)]
+        found += [(f"{name}.{each}".rstrip("."), part) for each, part in inner]
+    return found
+
+
+def _is_of(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")

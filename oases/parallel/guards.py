@@ -61,7 +61,7 @@ def register_shards(module: nn.Module) -> None:
             _holders.add(holder)
             _check_steps()
             _replace_clipping()
-            install_total_norm(_groups_of_gradients)
+            install_total_norm(_groups_of_gradients, _refuse_stages)
             state_shards.install(registered_shards)
             _guard_fsdp2()
 
@@ -95,13 +95,32 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def register_stage(model: nn.Module) -> None:
-    """Refuse torch's gradient clipping and wrappers for a stage of a pipeline from now on."""
+    """Refuse torch's gradient norms, clipping and wrappers for a stage of a pipeline from now on."""
     _stages.add(model)
     _replace_clipping()
+    install_total_norm(_groups_of_gradients, _refuse_stages)
 
 
 def _replace_clipping() -> None:
     clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clip_grads_with_norm
+
+
+def _refuse_stages(tensors: Iterable[Tensor]) -> None:
+    """Raise UsageError for parameters, or gradients, of a model of which this rank has one stage."""
+    staged = {
+        id(tensor): type(model).__name__
+        for model in list(_stages)
+        for parameter in model.parameters()
+        for tensor in (parameter, parameter.grad)
+    }
+    for tensor in tensors:
+        if id(tensor) in staged:
+            raise UsageError(
+                "torch.nn.utils.get_total_norm, clip_grad_norm_ or clip_grads_with_norm_ was given parameters or "
+                f"gradients of {staged[id(tensor)]}, of which this rank has one stage, and would take the norm of "
+                "that alone; call oases.clip_grad_norm(model, max_norm) on all ranks, whose result is the norm of "
+                "all stages"
+            )
 
 
 def _groups_of_gradients() -> dict[int, str]:
@@ -136,17 +155,11 @@ def whole_rows(parameter: Tensor) -> Tensor:
 def _clip_grads_with_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Clip as torch does. UsageError for sharded parameters and a norm that is not over all ranks."""
+    """Clip as torch does. UsageError for stages, and for sharded parameters and a norm that is not over all ranks."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = registered_shards()
-    staged = {id(parameter): type(model).__name__ for model in list(_stages) for parameter in model.parameters()}
+    _refuse_stages(given)
     for parameter in given:
-        if id(parameter) in staged:
-            raise UsageError(
-                f"torch.nn.utils.clip_grad_norm_ was given parameters of {staged[id(parameter)]}, of which this rank "
-                "has one stage: it would clip by another norm on each; call oases.clip_grad_norm(model, max_norm) on "
-                "all ranks"
-            )
         if id(parameter) in shards and not is_total(total_norm):
             raise UsageError(
                 f"clip_grads_with_norm_ was given {shards[id(parameter)][1]}, which is sharded over tensor-parallel "

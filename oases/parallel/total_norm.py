@@ -26,8 +26,11 @@ Groups = Callable[[], Mapping[int, str]]
 """Function that returns the name of the group of each shard's gradient, by the gradient's id."""
 
 
-def install(groups: Groups) -> None:
-    """Replace torch's total norm by one that knows shards, once per process."""
+def install(groups: Groups, require: Callable[[Iterable[Tensor]], None]) -> None:
+    """Replace torch's total norm by one that knows shards, once per process.
+
+    require: raises UsageError for gradients whose total norm cannot be known.
+    """
     if clip_grad._get_total_norm is not _norm_of:
         return
 
@@ -40,6 +43,7 @@ def install(groups: Groups) -> None:
     ) -> Tensor:
         """Norm of an order over all gradients, as torch's. Collective over the groups of shards among them."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        require(given)
         known = groups()
         by_group: dict[str, list[Tensor]] = {}
         for tensor in given:

@@ -28,16 +28,23 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 def causal_configuration(path: str) -> Any:
     """Configuration of a transformers model that predicts the next token, of a config.json or a folder with one.
 
-    UsageError for a file that is not one, and for other kinds of models.
+    UsageError for a file that is not one, and for other kinds of models: where the file says so, before transformers,
+    which takes seconds, is imported.
     """
     data = read_configuration(Path(path), "--model")
-    found = configuration(data)
-    if found.is_encoder_decoder or not any(name.endswith(_CAUSAL) for name in data.get("architectures") or _CAUSAL):
-        raise UsageError(
-            f"--model {path!r} is a {found.model_type} of {data.get('architectures')}; oases train trains models "
-            "that predict the next token: train others by oases.parallelize(model, mesh=...) in a loop of your own"
-        )
-    return found
+    named = data.get("architectures") or _CAUSAL
+    causal = not isinstance(named, (list, tuple)) or any(str(name).endswith(_CAUSAL) for name in named)
+    if causal and not data.get("is_encoder_decoder"):
+        found = configuration(data)
+        if not found.is_encoder_decoder:
+            return found
+    kind = data.get("model_type")
+    what = kind if named is _CAUSAL else f"{kind} of {named}"
+    raise UsageError(
+        f"--model {path!r} is {what}; oases train trains models that predict the next token: train others, such as "
+        "encoders with decoders, by oases.parallelize(model, mesh=...) in a loop of your own, with what the model "
+        "takes (input_ids, attention_mask, labels)"
+    )
 
 
 def build_model(

@@ -136,8 +136,8 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     if num_parts > layers:
         each = f", each with {chunks} model chunks," if chunks > 1 else ""
         raise UsageError(
-            f"{degrees}: {degrees.pipeline} stages{each} are more than the {layers} layers; give fewer stages "
-            "or more --layers"
+            f"{degrees}: {degrees.pipeline} stages{each} are more than the {layers} layer{'s' * (layers > 1)}; give "
+            f"fewer stages{'' if isinstance(model, LayeredModel) else ' or more --layers'}"
         )
     share = degrees.data * config.micro_batches
     if config.batch % share:

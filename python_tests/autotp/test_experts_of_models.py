@@ -34,6 +34,16 @@ def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
         assert (layers["runs"], layers["schedule"]) == ("across layers", "oases")
 
 
+def test_attention_that_assigns_to_parts_of_tensors_is_sharded(two_ranks):
+    for result in two_ranks.run(trained_beside_itself, "deepseek_v3", {}):
+        assert result["logits"] <= 1e-5
+        assert result["gradients"][0] <= 1e-5, result["gradients"]
+        (layers,) = result["report"]["layers"]
+        assert {"self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"} <= set(layers["column"])
+        assert "self_attn.o_proj.weight" in layers["row"]
+        assert (layers["runs"], layers["schedule"]) == ("across layers", "oases")
+
+
 def apart(name, changed, options):
     """Relative difference of logits and gradients from one process, and the report."""
     model, parallel = build(name, **changed), build(name, **changed)

@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from autotp.comparison import ACROSS, CLOSE, WHOLE, said
+from autotp.comparison import ACROSS, CLOSE, INSIDE, WHOLE, said
 from autotp.plain_models import WIDTH, Attention, Block, Plain, apart, beside_itself, made, spec, tokens
-from torch import nn
+from torch import fx, nn
 
 import oases
+from oases.autotp.rewrites import without_in_place
 from oases.errors import OverlapError, UsageError
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -45,6 +46,27 @@ class Sinks(Attention):
         logits = logits - logits.max(dim=-1, keepdim=True).values
         y = logits.softmax(-1)[..., :-1] @ v
         return self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+class AssignedRows(Block):
+    """Sharded features of some tokens, assigned."""
+
+    def mlp(self, x):
+        x = self.up(x)
+        y = x.square()
+        y[:, 0] = x[:, 1]
+        y[:, 2:4].mul_(2)
+        return self.down(y)
+
+
+class AssignedSamples(Block):
+    """Sharded features of one sample, assigned."""
+
+    def mlp(self, x):
+        x = self.up(x)
+        y = x.square()
+        y[0] = x[1]
+        return self.down(y)
 
 
 class Extremes(Block):
@@ -113,6 +135,91 @@ class HookOnActivation(Block):
         return self.down(x)
 
 
+def rows_in_turn(x):
+    """Row after row from those before, as in the chunked delta rule of Qwen3-Next."""
+    found = -(x @ x.T)
+    for at in range(1, len(x)):
+        row, before = found[at, :at].clone(), found[:at, :at].clone()
+        found[at, :at] = row + (row[:, None] * before).sum(0)
+    return found, found.sum()
+
+
+def parts_and_whole(x):
+    y = torch.zeros_like(x)
+    y[1:3, ::2] += x[1:3, ::2]
+    y.mul_(3)
+    y[:, 0].add_(1)
+    y[0] = x[1]
+    y[:, ::2] = x[..., :2]
+    return y
+
+
+def in_place_of_a_new_tensor(x):
+    y = x * 2
+    low = y[0].exp()
+    y += x
+    return y + low
+
+
+def an_earlier_view(x):
+    y = x * 2
+    low = y[0]
+    y[0] = x[1]
+    return low
+
+
+def a_part_that_changes(x):
+    y = x * 2
+    low = y[0].add_(1)
+    y.mul_(3)
+    return low
+
+
+def a_part_of_a_part(x):
+    y = x * 2
+    y[0].add_(1).mul_(3)
+    return y
+
+
+def through_a_transpose(x):
+    y = x * 2
+    y.T[0] = x[0]
+    return y
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "rewritten"),
+    [
+        (rows_in_turn, True), (parts_and_whole, True), (in_place_of_a_new_tensor, True), (an_earlier_view, False),
+        (a_part_that_changes, False), (a_part_of_a_part, False), (through_a_transpose, False),
+    ],
+)  # fmt: skip
+def test_ops_in_place_become_new_values_or_are_left(function, rewritten):
+    x = torch.randn(4, 4)
+    program = torch.export.export(Calling(function), (x,), strict=False)
+    graph = without_in_place(program.graph)
+    assert (graph is not None) == rewritten
+    if graph is not None:
+        assert graph is not program.graph
+        assert not [node for node in graph.nodes if "_." in str(node.target)]
+        found = fx.Interpreter(nn.Module(), graph=graph).run(x)
+        torch.testing.assert_close(tuple(found), tuple(torch.utils._pytree.tree_leaves(function(x))))
+
+
+def test_a_graph_without_ops_in_place_stays():
+    graph = torch.export.export(nn.Linear(4, 4), (torch.randn(4, 4),), strict=False).graph
+    assert without_in_place(graph) is graph
+
+
 def _with(attention):
     class With(Block):
         def __init__(self):
@@ -124,6 +231,8 @@ def _with(attention):
 
 KINDS = {
     "assigned": (_with(Assigned), ACROSS, ""),
+    "assigned rows": (AssignedRows, ACROSS, ""),
+    "assigned samples": (AssignedSamples, INSIDE, "relates elements along dimension 0 of its activation"),
     "sinks": (_with(Sinks), ACROSS, ""),
     "extremes": (Extremes, ACROSS, ""),
     "without gradients": (Detached, ACROSS, ""),
@@ -144,6 +253,8 @@ def test_gradients_are_those_of_the_code(two_ranks, name):
         assert worst < CLOSE
         assert layers["runs"] == KINDS[name][1], layers["reason"]
         assert KINDS[name][2] in layers["reason"]
+        if KINDS[name][1] != WHOLE:  # MLP and attention
+            assert layers["row"] == ["attn.out.weight", "down.weight"]
 
 
 class InTraining(Block):

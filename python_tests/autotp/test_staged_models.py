@@ -315,8 +315,8 @@ def wrong(kind):
     options, mesh = {"micro_batches": 2}, None
     if kind == "more stages than layers":
         model = build("llama", num_hidden_layers=1)
-        model.model.layers.append(model.model.layers[0])
-        del model.model.layers[1]
+    elif kind == "no list":
+        model = build("albert")
     elif kind in ("interleaved", "zb_v"):
         model, options = build("llama", **sizes("llama", 2)), {"micro_batches": 2, "pipeline": kind}
     elif kind == "parts of one stage":
@@ -325,6 +325,8 @@ def wrong(kind):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "cp"))
     elif kind == "no pp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    elif kind == "fsdp without pp":
+        mesh, options = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {"fsdp": True}
     elif kind == "pipeline":
         options = {"pipeline": "1f1b"}
     return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
@@ -333,12 +335,14 @@ def wrong(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("more stages than layers", "no list of layers to divide into stages; train it without 'pp'"),
+        ("more stages than layers", "LlamaForCausalLM has 1 layer, too few for 2 parts of a pipeline"),
+        ("no list", "no list of layers to divide into stages; train it without 'pp'"),
         ("interleaved", "has 2 layers, too few for 4 parts of a pipeline; give at most 2 stages"),
         ("zb_v", "has 2 layers, too few for 4 parts of a pipeline; give at most 2 stages"),
         ("parts of one stage", "zb_v needs at least 2 stages, got 1; take one_f_one_b"),
         ("other dimensions", "a mesh with 'pp' may have pp, dp, tp alone"),
         ("no pp", "micro_batches 2 needs a mesh with the dimension 'pp'"),
+        ("fsdp without pp", "a mesh with the dimension 'pp', of size 1 for one stage; or call torch's fully_shard"),
         ("pipeline", "unknown pipeline '1f1b'; known are"),
     ],
 )
@@ -358,10 +362,13 @@ def misused():
         "no tensor": lambda: model.train_step(),
         "no loss": lambda: model.train_step(input_ids=data["input_ids"]),
         "no label": lambda: model.train_step(**ignored),
-        "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
     texts = {name: said(call) for name, call in calls.items()}
     loss = float(model.train_step(**shares(data, (2, 1, 1), model)))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    texts["clip"] = said(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    texts["norm"] = said(lambda: torch.nn.utils.get_total_norm(gradients))
+    texts["other norm"] = said(lambda: torch.nn.utils.get_total_norm([torch.ones(2)]))
     model.oases_pipeline.close()
     return texts, loss
 
@@ -374,5 +381,8 @@ def test_wrong_calls_are_errors_with_the_remedy_on_all_ranks_and_the_model_goes_
         assert "pass it the arguments of the model's forward" in texts["no tensor"]
         assert "no loss of one number in it; pass labels" in texts["no loss"]
         assert "micro-batches have no label but -100" in texts["no label"]
-        assert "oases.clip_grad_norm(model, max_norm)" in texts["clip"]
+        for call in ("clip", "norm"):
+            assert "of LlamaForCausalLM, of which this rank has one stage" in texts[call]
+            assert "oases.clip_grad_norm(model, max_norm)" in texts[call]
+        assert texts["other norm"] == "nothing was raised"
         assert loss == pytest.approx(expected, rel=1e-6)

@@ -99,7 +99,19 @@ LATER_MIXTURES = {
 }  # fmt: skip
 """Models with mixtures of experts that are tested with balanced experts alone."""
 
-ALL = {**MODELS, **OTHERS, **MIXTURES, **LATER_MIXTURES}
+HYBRIDS = {
+    "jamba": (
+        "JambaForCausalLM",
+        dict(**GATED, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_d_state=4, mamba_dt_rank=4,
+             use_mamba_kernels=False),
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM", dict(**GATED, layer_types=["conv", "full_attention"], block_multiple_of=8, pad_token_id=0)
+    ),
+}  # fmt: skip
+"""Models whose layers are of two kinds, of which one is no attention."""
+
+ALL = {**MODELS, **OTHERS, **MIXTURES, **LATER_MIXTURES, **HYBRIDS}
 
 DROPOUTS = (
     *(

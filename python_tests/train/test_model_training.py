@@ -33,6 +33,12 @@ def llama(tmp_path):
 
 
 @pytest.fixture
+def single_layer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    return str(tmp_path)
+
+
+@pytest.fixture
 def tuning(tmp_path):
     path = tmp_path / "tuning.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "response": f"{2 * i} ok"}) + "\n" for i in range(40)))
@@ -66,6 +72,20 @@ def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions)
     ):
         for found in two_ranks.run(trained, llama, degrees, {"data": data, **changes}):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "changes"), [((1, 1, 2), {}), ((1, 2, 1), {"fsdp": True})])
+def test_a_single_layer_trains(two_ranks, single_layer, corpus, degrees, changes):
+    expected = trained(single_layer, (1, 1, 1), {"data": corpus})
+    assert expected[0] > expected[-1] + 0.1  # it learns
+    for found in two_ranks.run(trained, single_layer, degrees, {"data": corpus, **changes}):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_stages_of_a_single_layer_are_refused(single_layer):
+    with pytest.raises(UsageError, match=r"2 stages are more than the 1 layer; give fewer stages$"):
+        Run.of(config_of(single_layer, degrees=Degrees(1, 2, 1)), 2)
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)])
@@ -179,9 +199,26 @@ def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             config_of(**{"model": llama, **changes})
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
-    with pytest.raises(UsageError, match="oases train trains models that predict the next token"):
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "is t5 of ['T5ForConditionalGene"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is bert of ['BertForMaskedLM']"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "is bart;"),
+        ({"model_type": "t5"}, "is t5;"),
+    ],
+)
+def test_models_that_do_not_predict_the_next_token_are_named(llama, tmp_path, monkeypatch, given, named):
+    """Where the file says so without transformers, whose import takes seconds."""
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    if given != {"model_type": "t5"}:
+        monkeypatch.setattr("oases.train.model_stage.configuration", lambda data: pytest.fail("imports transformers"))
+    with pytest.raises(UsageError, match="trains models that predict the next token") as refused:
         config_of(llama)
+    assert named in str(refused.value)
+    assert "oases.parallelize(model, mesh=...) in a loop of your own" in str(refused.value)
 
 
 def test_a_plan_of_another_model_is_told_before_ranks_start(llama, tmp_path):

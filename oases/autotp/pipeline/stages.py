@@ -97,8 +97,9 @@ def divide(
 def balanced_counts(costs: Sequence[float], parts: int, kind: str) -> list[int]:
     """Layers of each part, so that the costliest part costs least. UsageError for more parts than layers."""
     if parts > len(costs):
+        many = "1 layer" if len(costs) == 1 else f"{len(costs)} layers"
         raise UsageError(
-            f"{kind} has {len(costs)} layers, too few for {parts} parts of a pipeline; give at most {len(costs)} "
+            f"{kind} has {many}, too few for {parts} parts of a pipeline; give at most {len(costs)} "
             "stages (pp), with pipeline='interleaved' or 'zb_v' half as many"
         )
     least = _SMALL * (sum(costs) / len(costs) or 1.0)

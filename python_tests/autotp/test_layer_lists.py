@@ -1,0 +1,128 @@
+"""Lists of layers: of a single one, of several classes; parts of layers that stay whole."""
+
+import warnings
+
+import pytest
+import torch
+from autotp.comparison import ACROSS, INSIDE
+from autotp.plain_models import Block, Plain, beside_itself, spec
+from autotp.staged import apart, trained_in_stages
+from autotp.zoo import build
+from autotp.zoo_runs import trained_beside_itself
+from torch import nn
+
+import oases
+from oases.autotp.export import twin_of
+from oases.autotp.layers import observe
+from oases.errors import OverlapError
+
+TOLD = "every rank computes these layers whole"
+
+
+class Bent(Block):
+    """A layer of another class."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask).tanh()
+
+
+class Towers(nn.Module):
+    """A list of one module that holds the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList([Plain()])
+
+    def forward(self, tokens):
+        return self.towers[0](tokens)
+
+
+class Mixed(Plain):
+    """Layers of two classes. called: their numbers, in the order in which they are called."""
+
+    def __init__(self, called=(0, 1)):
+        super().__init__()
+        self.layers, self.called = nn.ModuleList([Block(), Bent()]), called
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for number in self.called:
+            x = self.layers[number](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "names"),
+    [
+        (Plain, (Block, 1), ["layers"]),
+        (Towers, (), ["towers.0.layers"]),
+        (Mixed, (), ["layers"]),
+        (Mixed, ((1, 0),), []),
+        (Mixed, ((0, 1, 1),), []),
+    ],
+)
+def test_lists_of_layers(kind, args, names):
+    assert [each.name for each in observe(twin_of(kind(*args)), spec().inputs).lists] == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "layers", "runs"),
+    [(Plain, (Block, 1), 1, ACROSS), (Mixed, (), 2, ACROSS), (Mixed, ((1, 0),), 1, INSIDE)],
+)
+def test_models_equal_themselves(two_ranks, kind, args, layers, runs):
+    for worst, report in two_ranks.run(beside_itself, kind, args):
+        assert worst < 1e-12
+        (found,) = report["layers"]
+        assert (found["layers"], found["runs"]) == (layers, runs)
+
+
+def hybrid(name, dtype):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = trained_beside_itself(name, {}, dtype)
+    with pytest.raises(OverlapError, match=TOLD):
+        oases.parallelize(build(name), require_overlap=True)
+    return found, [str(each.message) for each in told if TOLD in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "close", "part"),
+    [
+        pytest.param("jamba", torch.float32, 1e-5, "mamba", marks=pytest.mark.slow),
+        ("lfm2", torch.float64, 1e-6, "conv"),
+    ],
+)
+def test_parts_of_hybrids_that_stay_whole_are_told_of(two_ranks, name, dtype, close, part):
+    """Mamba's scan, and the losses of both, are in float32 whatever the model's type."""
+    for rank, (found, told) in enumerate(two_ranks.run(hybrid, name, dtype)):
+        assert found["logits"] <= close
+        assert found["gradients"][0] <= close, found["gradients"]
+        for expected, got in found["losses"]:
+            assert got == pytest.approx(expected, rel=close)
+        assert [each["name"] for each in found["report"]["layers"]] == ["model.layers"]
+        assert len(told) == (rank == 0)
+        assert all(f"{part} of model.layers (1 of 2 layers, " in text for text in told)
+        assert not any("self_attn" in text or "feed_forward" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers"),
+    [("llama", (1, 1, 2), 1), pytest.param("jamba", (2, 1, 1), 2, marks=pytest.mark.slow)],
+)
+def test_training_in_whole_steps(two_ranks, name, shape, layers):
+    assert apart(two_ranks.run(trained_in_stages, name, shape, {}, layers, 2, torch.float32)) <= 1e-5
+
+
+def told_of_olmoe():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        oases.parallelize(build("olmoe"))
+        oases.parallelize(build("llama"))
+    return [str(each.message) for each in told if TOLD in str(each.message)]
+
+
+def test_what_stays_whole_beside_experts_is_told_of(two_ranks):
+    """Attention that norms all heads at once; neither the MLP beside it nor its router."""
+    for rank, told in enumerate(two_ranks.run(told_of_olmoe)):
+        assert len(told) == (rank == 0)
+        assert all("self_attn of model.layers (2 layers, " in text and "mlp" not in text for text in told)
