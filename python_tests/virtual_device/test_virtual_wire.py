@@ -8,6 +8,10 @@ from virtual_stacks import BATCH, HIDDEN, TOKENS, make_stack, on, step
 
 from oases.execution.group import scheduler_of
 from oases.execution.wire import add_wire
+from oases.parallel.mesh import Mesh
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import StageRunner
+from oases.schedule import generate_pipeline
 
 WIRES = ("int8", "fp8", "int4:rotated")
 SIZES = (1, 300, 40000, (1 << 20) + 5)
@@ -118,6 +122,42 @@ def test_neither_the_host_nor_compute_waits(two_virtual):
         assert waits == 0
         assert compute < 500
         assert whole == pytest.approx(2000, rel=0.1)
+
+
+def passed_between_stages(place):
+    """What the second stage was sent, and the gradients that the first one was."""
+    pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), Mesh.of_stages([[1]] * 2)
+    messages = StageMessages(pipeline, mesh, [1], device=place, wire="int8")
+    leaves = [(numbers(300) * (1 + m)).to(place).requires_grad_() for m in range(3)]
+    weights = numbers(300).to(place)
+    received = []
+
+    def forward(part, m, inputs, context):
+        if part == 0:
+            return [2 * leaves[m]]
+        received.append(inputs[0].detach().clone())
+        return [(inputs[0] * weights * (3 + m)).sum()]
+
+    StageRunner(pipeline, mesh.stage, messages).run(forward)
+    found = [each.cpu() for each in (received if mesh.stage else [leaf.grad for leaf in leaves])]
+    messages.close()
+    mesh.destroy()
+    return found
+
+
+def compare_messages():
+    module, place = device.take()
+    expected = passed_between_stages(torch.device("cpu"))
+    module.set_delays(1e-3, 11)
+    found = passed_between_stages(place)
+    module.set_delays(0.0)
+    assert len(found) == 3
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_messages_between_stages_are_those_of_the_cpu(two_virtual):
+    two_virtual.run(compare_messages)
 
 
 def run_stacks():
