@@ -148,21 +148,6 @@ void register_pieces(py::module_& module) {
              "Value that changes whenever the generator draws.");
 }
 
-// Number of packed parts [count, bytes] of x, 0 without; an error for tensors that the kernels do not take.
-int64_t require_parts(const oases::Quantization& how, const at::Tensor& x,
-                      const std::optional<at::Tensor>& parts) {
-  TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous(),
-                    "quantized sums take contiguous float32 tensors on the CPU, got ", x.scalar_type(),
-                    " on ", x.device());
-  if (!parts) return 0;
-  const int64_t bytes = oases::packed_bytes(how.code, x.numel());
-  TORCH_CHECK_VALUE(parts->is_cpu() && parts->scalar_type() == at::kByte && parts->is_contiguous() &&
-                        parts->dim() == 2 && parts->size(1) == bytes,
-                    "parts of ", x.numel(), " numbers are contiguous rows of ", bytes, " bytes, got ",
-                    parts->sizes(), " of ", parts->scalar_type());
-  return parts->size(0);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -281,55 +266,20 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<QuantizedBackend, c10d::Backend, c10::intrusive_ptr<QuantizedBackend>>(
       module, "QuantizedBackend",
-      "A backend that sends quantised numbers through `inner`, which nothing else may use.")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&>(), py::arg("inner"),
-           py::arg("wire"))
+      "A backend that sends quantised numbers through others, which nothing else may use.")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&,
+                    c10::intrusive_ptr<c10d::Backend>>(),
+           py::arg("on_cpu"), py::arg("wire"), py::arg("on_device") = nullptr)
       .def_readonly_static("largest_error", &QuantizedBackend::kLargestError)
       .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
 
+  module.attr("QUANTIZED_BLOCK") = oases::kQuantizedBlock;
   module.def(
-      "quantize",
-      [](const at::Tensor& x, const std::string& wire, uint64_t seed,
-         const std::optional<at::Tensor>& parts) {
-        oases::Quantization how = oases::quantization_called(wire);
-        how.seed = seed;
-        const int64_t count = require_parts(how, x, parts);
-        at::Tensor packed = at::empty({oases::packed_bytes(how.code, x.numel())}, at::kByte);
-        oases::cpu::quantize_sum(how, x.const_data_ptr<float>(),
-                                 count ? parts->const_data_ptr<uint8_t>() : nullptr, count, -1,
-                                 packed.numel(), x.numel(), 0, packed.mutable_data_ptr<uint8_t>());
-        return packed;
+      "quantized_bytes",
+      [](int64_t numel, const std::string& wire) {
+        return oases::packed_bytes(oases::quantization_called(wire).code, numel);
       },
-      py::arg("x"), py::arg("wire"), py::arg("seed") = 0, py::arg("parts") = py::none(),
-      py::call_guard<py::gil_scoped_release>(),
-      "Packed numbers of x, or of its sum with packed parts [count, bytes]: codes, then the scales of blocks "
-      "of 128.");
-  module.def(
-      "dequantize_sum",
-      [](const at::Tensor& x, const at::Tensor& parts, const std::string& wire) {
-        const oases::Quantization how = oases::quantization_called(wire);
-        const int64_t count = require_parts(how, x, parts);
-        at::Tensor sum = at::empty_like(x);
-        oases::cpu::sum_parts(how, x.const_data_ptr<float>(), parts.const_data_ptr<uint8_t>(), count, -1,
-                              parts.size(1), x.numel(), sum.mutable_data_ptr<float>());
-        return sum;
-      },
-      py::arg("x"), py::arg("parts"), py::arg("wire"), py::call_guard<py::gil_scoped_release>(),
-      "Sum of x and of packed parts [count, bytes], in fp32.");
-  module.def(
-      "dequantize",
-      [](const at::Tensor& packed, int64_t numel, const std::string& wire) {
-        const oases::Quantization how = oases::quantization_called(wire);
-        TORCH_CHECK_VALUE(packed.is_cpu() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                              packed.numel() == oases::packed_bytes(how.code, numel),
-                          "dequantize of ", numel, " numbers takes ", oases::packed_bytes(how.code, numel),
-                          " contiguous bytes on the CPU, got ", packed.numel(), " of ", packed.scalar_type());
-        at::Tensor x = at::empty({numel}, at::kFloat);
-        oases::cpu::dequantize(how, packed.const_data_ptr<uint8_t>(), numel, x.mutable_data_ptr<float>());
-        return x;
-      },
-      py::arg("packed"), py::arg("numel"), py::arg("wire"), py::call_guard<py::gil_scoped_release>(),
-      "Numbers of what quantize packed.");
+      py::arg("numel"), py::arg("wire"), "Bytes of so many packed numbers.");
   py::class_<oases::StagedBackend, c10d::Backend, c10::intrusive_ptr<oases::StagedBackend>>(
       module, "StagedBackend", "A backend for the ranks of one machine, through shared memory.")
       .def_property_readonly("timeout", &oases::StagedBackend::timeout);

@@ -67,9 +67,10 @@ void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
   ticket->tensors_ = {flat, part};
   const std::lock_guard<std::mutex> lock(issuing_);
   const Splits numbers{sent, received};
+  const auto by = [&] { return group(wire, label, whole.device().type()); };
   const auto begin = [&](Ticket& ticket) -> c10::intrusive_ptr<c10d::Work> {
     if (splits) return start_all_to_all(part, flat, numbers, wire, label);
-    if (collective == "all_gather") return group(wire, label)->_allgather_base(flat, part);
+    if (collective == "all_gather") return by()->_allgather_base(flat, part);
     if (collective == "reduce_scatter") return start_reduce_scatter(ticket, part, flat, wire, label);
     c10d::AllreduceOptions options;
     if (collective == "all_reduce_max")
@@ -77,7 +78,7 @@ void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
     else
       TORCH_CHECK(collective == "all_reduce", "unknown collective '", collective, "'");
     std::vector<at::Tensor> tensors{flat};
-    return group(wire, label)->allreduce(tensors, options);
+    return by()->allreduce(tensors, options);
   };
   start(ticket, flat, begin, splits ? &numbers : nullptr);
 }

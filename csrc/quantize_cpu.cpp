@@ -1,55 +1,21 @@
-#include <algorithm>
-#include <bit>
-#include <cmath>
-#include <cstring>
-#include <limits>
-
 #include "quantize_kernels.h"
 
-// One body for every instruction set: the compiler vectorises the loops for each, the loader picks at run time.
+#include <algorithm>
+#include <cstring>
+
+#include "quantize_math.h"
+
+// One body for every instruction set: the compiler vectorises the loops for each, the loader picks at run time. None
+// makes one operation of a product and a sum, so that all round alike.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define OASES_FOR_EACH_ISA \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("O3")))
+#define OASES_FOR_EACH_ISA                                                     \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), \
+                 optimize("O3", "fp-contract=off")))
 #else
 #define OASES_FOR_EACH_ISA
 #endif
-#define OASES_INLINE inline __attribute__((always_inline))
 
-namespace oases::cpu {
-namespace codes {
-
-constexpr int kN = static_cast<int>(kQuantizedBlock);
-constexpr float kToInteger =
-    12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number, to nearest even
-// Blocks whose largest number is below the first are multiplied by the second before they are coded, since small
-// scales have no reciprocal in fp32; rotated ones above the third by the fourth, since a sum of 128 numbers may be
-// infinite.
-constexpr float kTiny = 0x1p-100f, kLift = 0x1p+64f, kHuge = 0x1p+100f, kDrop = 0x1p-10f;
-// Of a rotated block, the Hadamard matrix's 128 is divided by in two parts, so that neither the scale is infinite for
-// large numbers nor much coarser than the numbers for denormal ones: before coding, and after decoding.
-constexpr float kBefore = 32.0f, kAfter = 4.0f;
-static_assert(kBefore * kAfter == kN);
-
-constexpr float largest_code(Code code) {
-  return code == Code::int8 ? 127.0f : code == Code::fp8 ? 448.0f : 7.0f;
-}
-
-OASES_INLINE uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
-OASES_INLINE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
-
-// A hash of the number's index, uniform in (-0.5, 0.5), with the mean 0.
-OASES_INLINE float noise(uint32_t index, uint32_t seed) {
-  uint32_t h = index * 0x9E3779B1u + seed;
-  h = (h ^ (h >> 16)) * 0x7FEB352Du;
-  h = (h ^ (h >> 15)) * 0x846CA68Bu;
-  h ^= h >> 16;
-  return static_cast<float>(static_cast<int32_t>(h >> 9)) * 0x1p-23f - (0.5f - 0x1p-24f);
-}
-
-// Signs of the rotation: bit i of the pattern.
-constexpr uint32_t kSigns[4] = {0x9D2C5680u, 0x3C6EF372u, 0xB5297A4Du, 0x68E31DA4u};
-
-OASES_INLINE float sign_of(int i) { return (kSigns[i >> 5] >> (i & 31)) & 1u ? -1.0f : 1.0f; }
+namespace oases::codes {
 
 // Multiplies a block by the Hadamard matrix, which is its own inverse times 128.
 OASES_INLINE void hadamard(float* x) {
@@ -92,12 +58,10 @@ OASES_INLINE void rotate(float* block) {
   hadamard(block);
 }
 
-// Undoes `rotate` on a block of codes. A number that rounding has moved past the largest of fp32 is that.
+// Undoes `rotate` on a block of codes.
 OASES_INLINE void rotate_back(float* block, float scale) {
-  constexpr float kMost = std::numeric_limits<float>::max();
   hadamard(block);
-  for (int i = 0; i < kN; ++i)
-    block[i] = std::min(std::max(block[i] * (sign_of(i) / kAfter) * scale, -kMost), kMost);
+  for (int i = 0; i < kN; ++i) block[i] = rotated_back(block[i], i, scale);
 }
 
 // The largest size of a number in a block, as bits: of an infinity or a NaN at least 0x7F800000.
@@ -107,94 +71,46 @@ OASES_INLINE uint32_t largest_bits(const float* block) {
   return most;
 }
 
-// The scale of a block whose largest number is `largest` * `unit` / `limit`. Rounded up, also where it is a denormal, so
-// that no code is beyond the limit, but for the largest numbers of fp32, which must not decode to an infinity.
-OASES_INLINE float scale_of(float largest, float unit, float limit) {
-  float scale = largest / limit * unit;
-  if (scale / unit * limit < largest) scale = float_of(bits_of(scale) + 1);
-  return std::isinf(scale * limit) ? float_of(bits_of(scale) - 1) : scale;
-}
-
-// A number of e4m3 nearest to |y| <= 448, or next to it, with its sign.
-OASES_INLINE uint8_t to_fp8(float y, float offset) {
-  const uint32_t exponent = std::max((bits_of(y) >> 23) & 255u, 121u);  // below 2^-6 the steps are 2^-9
-  const float step = float_of((exponent - 3) << 23), per_step = float_of((257 - exponent) << 23);
-  const float whole = ((y * per_step + offset) + kToInteger) - kToInteger;
-  const float value = whole * step;
-  const uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
-  const uint32_t normal = (bits >> 20) - (120u << 3);
-  const uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(float_of(bits) * 512.0f));
-  return static_cast<uint8_t>((bits < 0x3C800000u ? small : normal) | (bits_of(y) >> 24 & 0x80u));
-}
-
-OASES_INLINE float from_fp8(uint8_t code) {
-  const int32_t size = code & 0x7F;
-  const uint32_t normal = (static_cast<uint32_t>(size) << 20) + (120u << 23);
-  const uint32_t small = bits_of(static_cast<float>(size) * 0x1p-9f);
-  return float_of((size < 8 ? small : normal) | (code & 0x80u) << 24);
-}
-
-// To bf16: `up` in [0, 1) of a step is added before the rest is dropped, or half of one, to nearest even.
-OASES_INLINE void encode_bf16(const float* block, bool stochastic, uint32_t index, uint32_t seed,
-                              uint8_t* codes) {
-  uint16_t whole[kN];
-  for (int i = 0; i < kN; ++i) {
-    const uint32_t bits = bits_of(block[i]);
-    const uint32_t up = stochastic ? static_cast<uint32_t>((noise(index + i, seed) + 0.5f) * 65536.0f)
-                                   : 0x7FFFu + ((bits >> 16) & 1u);
-    const uint32_t special = (bits & 0x7FFFFFFFu) >= 0x7F800000u;
-    const uint32_t quiet = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x00400000u : 0u;
-    whole[i] = static_cast<uint16_t>((special ? bits | quiet : bits + up) >> 16);
-  }
-  std::memcpy(codes, whole, sizeof whole);
-}
-
 template <Code code>
 OASES_INLINE void encode(float* block, const Quantization& how, uint32_t index, uint32_t seed, uint8_t* codes,
                          float* scale) {
   if constexpr (code == Code::bf16) {
     *scale = 1.0f;
-    return encode_bf16(block, how.stochastic, index, seed, codes);
-  }
-  const uint32_t most = largest_bits(block);
-  if (most >= 0x7F800000u) {
-    *scale = std::numeric_limits<float>::quiet_NaN();
-    std::memset(codes, 0, code == Code::int4 ? kN / 2 : kN);
+    uint16_t whole[kN];
+    for (int i = 0; i < kN; ++i) whole[i] = to_bf16(block[i], how.stochastic, index + i, seed);
+    std::memcpy(codes, whole, sizeof whole);
     return;
   }
-  float largest = float_of(most), lift = 1.0f;
-  if (largest < kTiny) lift = kLift;
-  if (how.rotated && largest > kHuge) lift = kDrop;
+  const uint32_t most = largest_bits(block);
+  if (most >= kInfinite) {
+    *scale = float_of(kNan);
+    std::memset(codes, 0, bytes_of_codes(code));
+    return;
+  }
+  float largest = float_of(most), before = 1.0f;
+  const float lift = lift_of(largest, how.rotated);
   if (lift != 1.0f)
     for (int i = 0; i < kN; ++i) block[i] *= lift;
   largest *= lift;
-  float before = 1.0f;
   if (how.rotated) {
     rotate(block);
     largest = float_of(largest_bits(block));
     before = kBefore;
   }
   *scale = scale_of(largest, 1.0f / (lift * before), largest_code(code));
-  // Of the scale as it is stored: a denormal one is rounded.
-  const float up = largest == 0.0f ? 0.0f : 1.0f / (*scale * lift * before);
+  const float up = to_codes(largest, *scale, lift, before);
   float offset[kN];
   if (how.stochastic)
     for (int i = 0; i < kN; ++i) offset[i] = noise(index + i, seed);
   else
     for (int i = 0; i < kN; ++i) offset[i] = 0.0f;
   if constexpr (code == Code::fp8) {
-    for (int i = 0; i < kN; ++i) {
-      const float most_of = 448.0f, y = block[i] * up;
-      codes[i] = to_fp8(std::min(std::max(y, -most_of), most_of), offset[i]);
-    }
+    for (int i = 0; i < kN; ++i) codes[i] = to_fp8(within(block[i] * up, 448.0f), offset[i]);
     return;
   }
   int32_t whole[kN];
   constexpr int32_t limit = static_cast<int32_t>(largest_code(code));
-  for (int i = 0; i < kN; ++i) {
-    const int32_t q = static_cast<int32_t>(bits_of((block[i] * up + offset[i]) + kToInteger)) - 0x4B400000;
-    whole[i] = std::min(std::max(q, -limit), limit);
-  }
+  for (int i = 0; i < kN; ++i) whole[i] = to_whole(block[i], up, offset[i], limit);
   if constexpr (code == Code::int8)
     for (int i = 0; i < kN; ++i) codes[i] = static_cast<uint8_t>(whole[i]);
   else
@@ -207,7 +123,7 @@ OASES_INLINE void decode_codes(const uint8_t* codes, float scale, float* block) 
   if constexpr (code == Code::bf16) {
     uint16_t whole[kN];
     std::memcpy(whole, codes, sizeof whole);
-    for (int i = 0; i < kN; ++i) block[i] = float_of(static_cast<uint32_t>(whole[i]) << 16);
+    for (int i = 0; i < kN; ++i) block[i] = from_bf16(whole[i]);
   }
   if constexpr (code == Code::int8)
     for (int i = 0; i < kN; ++i) block[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
@@ -267,7 +183,7 @@ OASES_INLINE void quantize_blocks(const Quantization& how, const float* x, const
                                   uint8_t* packed) {
   const int64_t blocks = quantized_blocks(n);
   uint8_t* const scales = packed + blocks * bytes_of_codes(code);
-  const uint32_t seed = static_cast<uint32_t>(how.seed ^ (how.seed >> 32));
+  const uint32_t seed = folded(how.seed);
   alignas(64) float block[kN];
   for (int64_t b = 0; b < blocks; ++b) {
     sum_of_block<code>(how, x, parts, count, skip, stride, n, b, block);
@@ -323,7 +239,9 @@ OASES_QUANTIZED(int4, Code::int4)
 OASES_QUANTIZED(bf16, Code::bf16)
 #undef OASES_QUANTIZED
 
-}  // namespace codes
+}  // namespace oases::codes
+
+namespace oases::cpu {
 
 // Calls codes::NAME_int8, _fp8, _int4 or _bf16.
 #define OASES_BY_CODE(name, ...)                   \

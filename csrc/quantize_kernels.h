@@ -10,6 +10,8 @@
 #include <tuple>
 #include <utility>
 
+#include "host_device.h"
+
 namespace oases {
 
 // fp8: e4m3. bf16: for sums whose error is too large in the others; its numbers need no scale, theirs is 1.
@@ -29,7 +31,7 @@ struct Quantization {
 // By a wire's name, such as "int8" or "int4:rotated:stochastic"; throws std::out_of_range for an unknown one.
 inline Quantization quantization_called(const std::string& name) {
   static const std::map<std::string, Code> codes{
-      {"int8", Code::int8}, {"fp8", Code::fp8}, {"int4", Code::int4}};
+      {"int8", Code::int8}, {"fp8", Code::fp8}, {"int4", Code::int4}, {"bf16", Code::bf16}};
   const size_t end = name.find(':');
   Quantization found{codes.at(name.substr(0, end))};
   static const std::map<std::string, std::pair<bool, bool>> options{{"", {false, false}},
@@ -40,18 +42,37 @@ inline Quantization quantization_called(const std::string& name) {
   return found;
 }
 
-inline int64_t quantized_blocks(int64_t n) { return (n + kQuantizedBlock - 1) / kQuantizedBlock; }
+inline std::string name_of(const Quantization& how) {
+  static const std::map<Code, std::string> names{
+      {Code::int8, "int8"}, {Code::fp8, "fp8"}, {Code::int4, "int4"}, {Code::bf16, "bf16"}};
+  return names.at(how.code) + (how.rotated ? ":rotated" : "") + (how.stochastic ? ":stochastic" : "");
+}
+
+OASES_HOST_DEVICE int64_t quantized_blocks(int64_t n) { return (n + kQuantizedBlock - 1) / kQuantizedBlock; }
 
 // Of a block's codes.
-constexpr int64_t bytes_of_codes(Code code) {
+OASES_HOST_DEVICE constexpr int64_t bytes_of_codes(Code code) {
   return code == Code::int4   ? kQuantizedBlock / 2
          : code == Code::bf16 ? kQuantizedBlock * 2
                               : kQuantizedBlock;
 }
 
-inline int64_t packed_bytes(Code code, int64_t n) {
+OASES_HOST_DEVICE int64_t packed_bytes(Code code, int64_t n) {
   return quantized_blocks(n) * (bytes_of_codes(code) + static_cast<int64_t>(sizeof(float)));
 }
+
+// CUDA launchers enqueue on `stream`, and throw std::runtime_error with CUDA's text; packed numbers are aligned to 4
+// bytes there.
+
+namespace cuda {
+
+void quantize_sum(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
+                  int64_t stride, int64_t n, int64_t first, uint8_t* packed, void* stream);
+void sum_parts(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
+               int64_t stride, int64_t n, float* out, void* stream);
+void dequantize(const Quantization& how, const uint8_t* packed, int64_t n, float* out, void* stream);
+
+}  // namespace cuda
 
 namespace cpu {
 

@@ -1,8 +1,13 @@
 #include "quantized_backend.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+
+#include "quantized_blocks.h"
+#include "stream_work.h"
 
 namespace oases {
 namespace {
@@ -26,25 +31,21 @@ void check_numbers(const char* op, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, op,
                     " of quantised numbers takes float32, float16 and bfloat16, got ", type,
                     "; convert the tensor, or leave out the wire dtype");
-  TORCH_CHECK_VALUE(tensor.is_cpu(), op, " of quantised numbers is available for CPU tensors, got one on ",
-                    tensor.device(), "; leave out the wire dtype");
   TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": the tensor of shape ", tensor.sizes(),
                     " is not contiguous");
 }
 
-// In fp32: a copy, or the tensor itself.
-at::Tensor in_float(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
+// Flat, in fp32: a copy, or a view of the tensor.
+at::Tensor in_float(const at::Tensor& tensor) { return tensor.view(-1).to(at::kFloat); }
 
-float* floats_of(const at::Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }
-uint8_t* packed_at(const at::Tensor& tensor) { return tensor.mutable_data_ptr<uint8_t>(); }
-
-// Calls `run` with fp32 memory for `output`, and copies it there.
+// Calls `run` with flat fp32 memory for `output`, and copies it there.
 template <typename Run>
-void into(at::Tensor output, const Run& run) {
-  if (output.scalar_type() == at::kFloat) return run(output);
-  const at::Tensor result = at::empty(output.sizes(), at::kFloat);
+void into(const at::Tensor& output, const Run& run) {
+  const at::Tensor flat = output.view(-1);
+  if (flat.scalar_type() == at::kFloat) return run(flat);
+  const at::Tensor result = at::empty(flat.sizes(), flat.options().dtype(at::kFloat));
   run(result);
-  output.copy_(result);
+  flat.copy_(result);
 }
 
 void require_sum(const char* op, const c10d::ReduceOp& reduce) {
@@ -52,25 +53,33 @@ void require_sum(const char* op, const c10d::ReduceOp& reduce) {
                     " of quantised numbers sums; no other operation is available");
 }
 
-at::Tensor buffer(int64_t size) { return at::empty({size}, at::kByte); }
+at::Tensor buffer(int64_t size, const at::Tensor& like) {
+  return at::empty({size}, like.options().dtype(at::kByte));
+}
 
 }  // namespace
 
-QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& wire)
-    : Backend(inner->getRank(), inner->getSize()),
-      inner_(std::move(inner)),
+QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu, const std::string& wire,
+                                   c10::intrusive_ptr<c10d::Backend> on_device)
+    : Backend((on_cpu ? on_cpu : on_device)->getRank(), (on_cpu ? on_cpu : on_device)->getSize()),
+      on_cpu_(std::move(on_cpu)),
+      on_device_(std::move(on_device)),
       how_(quantization_called(wire)) {}
+
+c10d::Backend& QuantizedBackend::inner(const at::Tensor& tensor) const {
+  return *(tensor.is_cpu() ? on_cpu_ : on_device_);  // c10d gives it those of its devices alone
+}
 
 QuantizedBackend::Work QuantizedBackend::exchange(at::Tensor& received, at::Tensor& sent) {
   bytes_sent_ += sent.numel() / getSize() * (getSize() - 1);
   std::vector<int64_t> equal;
-  return inner_->alltoall_base(received, sent, equal, equal, {});
+  return inner(received).alltoall_base(received, sent, equal, equal, {});
 }
 
 // A piece of an all-reduce: `part` numbers for each rank, the last ranks' perhaps fewer or none.
 struct QuantizedBackend::Piece {
-  Piece(float* data, int64_t n, int64_t first, int size, Code code)
-      : data(data),
+  Piece(const at::Tensor& whole, int64_t first, int64_t n, int size, Code code)
+      : data(whole.narrow(0, first, n)),
         n(n),
         first(first),
         part((quantized_blocks(n) + size - 1) / size * kQuantizedBlock),
@@ -78,8 +87,10 @@ struct QuantizedBackend::Piece {
 
   int64_t from(int rank) const { return std::min(n, rank * part); }
   int64_t count(int rank) const { return std::min(n, (rank + 1) * part) - from(rank); }
+  at::Tensor of(int rank) const { return data.narrow(0, from(rank), count(rank)); }
+  at::Tensor packed(const at::Tensor& all, int rank) const { return all.narrow(0, rank * stride, stride); }
 
-  float* data;
+  at::Tensor data;
   int64_t n, first, part, stride;
   at::Tensor sent, received;
   Work work;
@@ -87,27 +98,39 @@ struct QuantizedBackend::Piece {
 
 // What rounding changes in a collective: kept in `residual` [as the data], if there is one, and measured.
 struct QuantizedBackend::Rounding {
-  float* residual = nullptr;
+  at::Tensor residual;
   bool measured = false;
   double squares = 0, norm = 0;  // of this rank's errors, and of the results or of what it sent
-  std::vector<float> decoded;
 
-  bool wanted() const { return residual || measured; }
+  bool wanted() const { return residual.defined() || measured; }
 
+  void add_residual(const at::Tensor& data, int64_t at) const {
+    if (residual.defined()) at::Tensor(data).add_(residual.narrow(0, at, data.numel()));
+  }
   // x [n] was packed; at: place in the data.
-  void note(const Quantization& how, const float* x, const uint8_t* packed, int64_t n, int64_t at) {
+  void note(const Quantization& how, const at::Tensor& x, const at::Tensor& packed, int64_t at) {
     if (!wanted()) return;
-    decoded.resize(std::max<size_t>(decoded.size(), n));
-    cpu::dequantize(how, packed, n, decoded.data());
+    const int64_t n = x.numel();
+    const at::Tensor decoded = at::empty_like(x);
+    blocks::unpack(how, packed, decoded);
+    at::Tensor kept = residual.defined() ? residual.narrow(0, at, n) : residual;
+    if (!x.is_cpu()) {
+      const at::Tensor error = x - decoded;
+      kept.copy_(at::where(at::isfinite(error), error, 0.0f));
+      return;
+    }
+    const float *const numbers = x.const_data_ptr<float>(), *const back = decoded.const_data_ptr<float>();
+    float* const lost = kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
     for (int64_t i = 0; i < n; ++i) {
-      const float error = x[i] - decoded[i];
+      const float error = numbers[i] - back[i];
       squares += static_cast<double>(error) * error;
-      if (residual) residual[at + i] = std::isfinite(error) ? error : 0.0f;
+      if (lost) lost[i] = std::isfinite(error) ? error : 0.0f;
     }
   }
-  void note_result(const float* x, int64_t n) {
+  void note_result(const at::Tensor& x) {
     if (!measured) return;
-    for (int64_t i = 0; i < n; ++i) norm += static_cast<double>(x[i]) * x[i];
+    const float* const numbers = x.const_data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); ++i) norm += static_cast<double>(numbers[i]) * numbers[i];
   }
 };
 
@@ -117,6 +140,7 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
   Quantization how = how_;
   // Another stream of random numbers for every call and rank.
   how.seed = (++calls_ * 0x9E3779B97F4A7C15u) ^ (static_cast<uint64_t>(getRank()) * 0xD1B54A32D192ED03u);
+  if (!outputs.front().is_cpu()) return on_stream(type, std::move(outputs), run, how);
   return worker_.enqueue(getRank(), type, std::move(outputs),
                          [this, run = std::move(run), how, exemptable,
                           layer = layer_of(std::exchange(label_, ""))](LocalWork& work) {
@@ -136,11 +160,35 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
                          });
 }
 
+// Queues all steps on the backend's own stream, after what the caller's has queued.
+QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors outputs, const Run& run,
+                                                   const Quantization& how) {
+  const c10::Device device = outputs.front().device();
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  if (!stream_ || stream_->device() != device) stream_ = guard.getNewStream(device);
+  c10::Event ready(device.type());
+  ready.record(guard.getStream(device));
+  const c10::StreamGuard on(*stream_);
+  ready.block(*stream_);
+  Rounding rounding;
+  label_.clear();
+  steps_.clear();
+  run(how, rounding);
+  return c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_,
+                                         std::exchange(steps_, {}));
+}
+
+// Waits for a step: the worker's thread, or the backend's stream.
+void QuantizedBackend::finish(Work& work) {
+  work->wait();
+  if (stream_) steps_.push_back(work);
+}
+
 // By the errors of every rank's roundings, as if they were independent.
 void QuantizedBackend::judge(const std::string& layer, Errors& errors, bool exemptable,
                              const Rounding& rounding, LocalWork& work) {
   Tensors both{at::tensor({rounding.squares, rounding.norm}, at::kDouble)};
-  inner_->allreduce(both)->wait();
+  on_cpu_->allreduce(both)->wait();
   const double squares = both[0][0].item<double>(), norm = both[0][1].item<double>();
   if (!std::isfinite(squares)) return;  // of a NaN or an infinity, which the result shows
   const double error = squares == 0 ? 0.0 : std::sqrt(squares / norm);
@@ -151,52 +199,46 @@ void QuantizedBackend::judge(const std::string& layer, Errors& errors, bool exem
   work.exempted = layer;
 }
 
-void QuantizedBackend::sum(float* data, int64_t n, Quantization how, Rounding& rounding) {
+void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& rounding) {
   const int size = getSize(), rank = getRank();
   std::vector<Piece> pieces;
-  for (int64_t first = 0; first < n; first += kPiece)
-    pieces.emplace_back(data + first, std::min(kPiece, n - first), first, size, how.code);
+  for (int64_t first = 0; first < data.numel(); first += kPiece)
+    pieces.emplace_back(data, first, std::min(kPiece, data.numel() - first), size, how.code);
   const auto start = [&](Piece& piece) {
-    piece.sent = buffer(size * piece.stride), piece.received = buffer(size * piece.stride);
-    uint8_t* const out = packed_at(piece.sent);
-    if (rounding.residual)
-      for (int64_t i = 0; i < piece.n; ++i) piece.data[i] += rounding.residual[piece.first + i];
+    piece.sent = buffer(size * piece.stride, data), piece.received = buffer(size * piece.stride, data);
+    rounding.add_residual(piece.data, piece.first);
     for (int other = 0; other < size; ++other) {
-      const int64_t from = piece.from(other), count = piece.count(other);
-      if (other == rank || count == 0) continue;
-      uint8_t* const packed = out + other * piece.stride;
-      cpu::quantize_sum(how, piece.data + from, nullptr, 0, -1, 0, count, piece.first + from, packed);
-      rounding.note(how, piece.data + from, packed, count, piece.first + from);
+      if (other == rank || piece.count(other) == 0) continue;
+      const at::Tensor part = piece.of(other), packed = piece.packed(piece.sent, other);
+      const int64_t at = piece.first + piece.from(other);
+      blocks::pack(how, part, packed, at);
+      rounding.note(how, part, packed, at);
     }
     piece.work = exchange(piece.received, piece.sent);
   };
   const auto reduce = [&](Piece& piece) {
-    piece.work->wait();
-    at::Tensor mine = piece.sent.narrow(0, rank * piece.stride, piece.stride);
-    const int64_t from = piece.from(rank), own = piece.count(rank);
+    finish(piece.work);
+    at::Tensor mine = piece.packed(piece.sent, rank);
     Quantization again = how;
     again.seed += 1;
-    const uint8_t* const parts = piece.received.const_data_ptr<uint8_t>();
-    if (own > 0 && !rounding.wanted()) {
-      cpu::quantize_sum(again, piece.data + from, parts, size, rank, piece.stride, own, piece.first + from,
-                        packed_at(mine));
-    } else if (own > 0) {
-      float* const sums = piece.data + from;  // overwritten by the result anyway
-      cpu::sum_parts(how, sums, parts, size, rank, piece.stride, own, sums);
-      cpu::quantize_sum(again, sums, nullptr, 0, -1, 0, own, piece.first + from, packed_at(mine));
-      rounding.note(how, sums, packed_at(mine), own, piece.first + from);
-      rounding.note_result(sums, own);
+    const at::Tensor own = piece.of(rank), parts = piece.received.view({size, piece.stride});
+    const int64_t at = piece.first + piece.from(rank);
+    if (own.numel() > 0 && !rounding.wanted()) {
+      blocks::pack(again, own, mine, at, parts, rank);
+    } else if (own.numel() > 0) {
+      blocks::sum(how, own, parts, rank, own);  // overwritten by the result anyway
+      blocks::pack(again, own, mine, at);
+      rounding.note(how, own, mine, at);
+      rounding.note_result(own);
     }
-    at::Tensor all = piece.received = buffer(size * piece.stride);
+    at::Tensor all = piece.received = buffer(size * piece.stride, data);
     bytes_sent_ += piece.stride * (size - 1);
-    piece.work = inner_->_allgather_base(all, mine);
+    piece.work = inner(all)._allgather_base(all, mine);
   };
-  const auto finish = [&](Piece& piece) {
-    piece.work->wait();
+  const auto end = [&](Piece& piece) {
+    finish(piece.work);
     for (int other = 0; other < size; ++other)
-      if (piece.count(other) > 0)
-        cpu::dequantize(how, piece.received.const_data_ptr<uint8_t>() + other * piece.stride,
-                        piece.count(other), piece.data + piece.from(other));
+      if (piece.count(other) > 0) blocks::unpack(how, piece.packed(piece.received, other), piece.of(other));
     piece.sent.reset(), piece.received.reset();
   };
   // In this order on every rank, whatever the time that each step takes.
@@ -204,7 +246,7 @@ void QuantizedBackend::sum(float* data, int64_t n, Quantization how, Rounding& r
   for (size_t step = 0; step < count + 2; ++step) {
     if (step < count) start(pieces[step]);
     if (step >= 1 && step - 1 < count) reduce(pieces[step - 1]);
-    if (step >= 2) finish(pieces[step - 2]);
+    if (step >= 2) end(pieces[step - 2]);
   }
 }
 
@@ -218,18 +260,19 @@ QuantizedBackend::Work QuantizedBackend::allreduce(Tensors& tensors, const c10d:
   at::Tensor residual;
   if (tensors.size() == 2) {
     residual = tensors.back();
-    TORCH_CHECK_VALUE(residual.scalar_type() == at::kFloat && residual.is_cpu() && residual.is_contiguous() &&
-                          residual.sizes() == tensor.sizes(),
+    TORCH_CHECK_VALUE(residual.scalar_type() == at::kFloat && residual.device() == tensor.device() &&
+                          residual.is_contiguous() && residual.sizes() == tensor.sizes(),
                       "all_reduce of quantised numbers: the residual must be float32 of the shape ",
-                      tensor.sizes(), ", got ", residual.scalar_type(), " of ", residual.sizes());
+                      tensor.sizes(), ", got ", residual.scalar_type(), " of ", residual.sizes(), " on ",
+                      residual.device(), "; the tensor is on ", tensor.device());
   }
   return enqueue(
       c10d::OpType::ALLREDUCE, {tensor},
       [this, tensor, residual](Quantization how, Rounding& rounding) {
-        rounding.residual = residual.defined() ? floats_of(residual) : nullptr;
+        if (residual.defined()) rounding.residual = residual.view(-1);
         const at::Tensor data = in_float(tensor);
-        sum(floats_of(data), data.numel(), how, rounding);
-        if (data.data_ptr() != tensor.data_ptr()) at::Tensor(tensor).copy_(data);
+        sum(data, how, rounding);
+        if (data.data_ptr() != tensor.data_ptr()) tensor.view(-1).copy_(data);
       },
       !residual.defined());  // what rounding loses then is sent later
 }
@@ -237,21 +280,22 @@ QuantizedBackend::Work QuantizedBackend::allreduce(Tensors& tensors, const c10d:
 QuantizedBackend::Work QuantizedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                          const c10d::AllgatherOptions&) {
   check_numbers("all_gather", output), check_numbers("all_gather", input);
-  return enqueue(c10d::OpType::_ALLGATHER_BASE, {output},
-                 [this, output, input](Quantization how, Rounding& rounding) {
-                   const int64_t n = input.numel(), stride = packed_bytes(how.code, n);
-                   at::Tensor mine = buffer(stride), all = buffer(stride * getSize());
-                   const at::Tensor data = in_float(input);
-                   cpu::quantize_sum(how, floats_of(data), nullptr, 0, -1, 0, n, 0, packed_at(mine));
-                   rounding.note(how, floats_of(data), packed_at(mine), n, 0);
-                   rounding.note_result(floats_of(data), n);
-                   bytes_sent_ += stride * (getSize() - 1);
-                   inner_->_allgather_base(all, mine)->wait();
-                   into(output, [&](const at::Tensor& result) {
-                     for (int rank = 0; rank < getSize(); ++rank)
-                       cpu::dequantize(how, packed_at(all) + rank * stride, n, floats_of(result) + rank * n);
-                   });
-                 });
+  return enqueue(
+      c10d::OpType::_ALLGATHER_BASE, {output}, [this, output, input](Quantization how, Rounding& rounding) {
+        const int64_t n = input.numel(), stride = packed_bytes(how.code, n);
+        at::Tensor mine = buffer(stride, input), all = buffer(stride * getSize(), input);
+        const at::Tensor data = in_float(input);
+        blocks::pack(how, data, mine, 0);
+        rounding.note(how, data, mine, 0);
+        rounding.note_result(data);
+        bytes_sent_ += stride * (getSize() - 1);
+        Work work = inner(all)._allgather_base(all, mine);
+        finish(work);
+        into(output, [&](const at::Tensor& result) {
+          for (int rank = 0; rank < getSize(); ++rank)
+            blocks::unpack(how, all.narrow(0, rank * stride, stride), result.narrow(0, rank * n, n));
+        });
+      });
 }
 
 QuantizedBackend::Work QuantizedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -261,20 +305,21 @@ QuantizedBackend::Work QuantizedBackend::_reduce_scatter_base(at::Tensor& output
   return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, {output},
                  [this, output, input](Quantization how, Rounding& rounding) {
                    const int64_t n = output.numel(), stride = packed_bytes(how.code, n);
-                   at::Tensor sent = buffer(stride * getSize()), received = buffer(stride * getSize()),
-                              data = in_float(input);
+                   at::Tensor sent = buffer(stride * getSize(), input),
+                              received = buffer(stride * getSize(), input), data = in_float(input);
                    for (int rank = 0; rank < getSize(); ++rank) {
                      if (rank == getRank()) continue;
-                     const float* const part = floats_of(data) + rank * n;
-                     uint8_t* const packed = packed_at(sent) + rank * stride;
-                     cpu::quantize_sum(how, part, nullptr, 0, -1, 0, n, rank * n, packed);
-                     rounding.note(how, part, packed, n, rank * n);
+                     const at::Tensor part = data.narrow(0, rank * n, n),
+                                      packed = sent.narrow(0, rank * stride, stride);
+                     blocks::pack(how, part, packed, rank * n);
+                     rounding.note(how, part, packed, rank * n);
                    }
-                   exchange(received, sent)->wait();
+                   Work work = exchange(received, sent);
+                   finish(work);
                    into(output, [&](const at::Tensor& result) {
-                     cpu::sum_parts(how, floats_of(data) + getRank() * n, packed_at(received), getSize(),
-                                    getRank(), stride, n, floats_of(result));
-                     rounding.note_result(floats_of(result), n);
+                     blocks::sum(how, data.narrow(0, getRank() * n, n), received.view({getSize(), stride}),
+                                 getRank(), result);
+                     rounding.note_result(result);
                    });
                  });
 }
@@ -304,30 +349,33 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
     const auto total = [](const std::vector<int64_t>& sizes) {
       return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     };
-    at::Tensor sent = buffer(total(sent_bytes)), received = buffer(total(received_bytes)),
+    at::Tensor sent = buffer(total(sent_bytes), input), received = buffer(total(received_bytes), input),
                data = in_float(input);
     int64_t number = 0, byte = 0, own = 0;
     for (int rank = 0; rank < getSize(); ++rank) {
       if (rank == getRank()) {
         own = number;
       } else {
-        const float* const part = floats_of(data) + number;
-        cpu::quantize_sum(how, part, nullptr, 0, -1, 0, sent_parts[rank], number, packed_at(sent) + byte);
-        rounding.note(how, part, packed_at(sent) + byte, sent_parts[rank], number);
-        rounding.note_result(part, sent_parts[rank]);
+        const at::Tensor part = data.narrow(0, number, sent_parts[rank]),
+                         packed = sent.narrow(0, byte, sent_bytes[rank]);
+        blocks::pack(how, part, packed, number);
+        rounding.note(how, part, packed, number);
+        rounding.note_result(part);
       }
       number += sent_parts[rank], byte += sent_bytes[rank];
     }
     bytes_sent_ += sent.numel();
     auto counts = received_bytes;  // gloo takes the vectors that it is given
-    inner_->alltoall_base(received, sent, counts, sent_bytes, {})->wait();
+    Work work = inner(received).alltoall_base(received, sent, counts, sent_bytes, {});
+    finish(work);
     into(output, [&](const at::Tensor& result) {
       int64_t at = 0, from = 0;
       for (int rank = 0; rank < getSize(); ++rank) {
+        const at::Tensor part = result.narrow(0, at, received_parts[rank]);
         if (rank == getRank())
-          std::copy_n(floats_of(data) + own, sent_parts[rank], floats_of(result) + at);
+          at::Tensor(part).copy_(data.narrow(0, own, sent_parts[rank]));
         else
-          cpu::dequantize(how, packed_at(received) + from, received_parts[rank], floats_of(result) + at);
+          blocks::unpack(how, received.narrow(0, from, received_bytes[rank]), part);
         at += received_parts[rank], from += received_bytes[rank];
       }
     });
@@ -335,8 +383,9 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
 }
 
 QuantizedBackend::Work QuantizedBackend::barrier(const c10d::BarrierOptions& options) {
-  return worker_.enqueue(getRank(), c10d::OpType::BARRIER, {},
-                         [this, options](LocalWork&) { inner_->barrier(options)->wait(); });
+  return worker_.enqueue(getRank(), c10d::OpType::BARRIER, {}, [this, options](LocalWork&) {
+    (on_cpu_ ? on_cpu_ : on_device_)->barrier(options)->wait();
+  });
 }
 
 }  // namespace oases

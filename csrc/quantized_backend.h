@@ -7,10 +7,16 @@
 // One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
 // whose last three samples were above kLargestError is sent in bf16 from then on. The ranks sum what they measured,
 // and each layer's state changes in the order of the collectives, so all change at the same one.
+//
+// Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
+// caller's stream waits before the caller does. Their errors are not measured: the host would wait for them.
 #pragma once
+
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <map>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -24,8 +30,10 @@ class QuantizedBackend : public c10d::Backend {
   // Of the numbers of int4, the coarsest code, rounded twice, Gaussian ones have an error of 0.15.
   static constexpr double kLargestError = 0.25;
 
-  // inner: moves the bytes; used by nothing else. wire: see quantization_called.
-  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& wire);
+  // on_cpu, on_device: move the bytes of tensors of the CPU and of an accelerator; used by nothing else. One may be
+  // null. wire: see quantization_called.
+  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu, const std::string& wire,
+                   c10::intrusive_ptr<c10d::Backend> on_device = nullptr);
 
   const std::string getBackendName() const override { return "quantized"; }
   // Label of the next collective, for what is known of its errors: an op of a schedule, or a text of the caller's.
@@ -56,19 +64,26 @@ class QuantizedBackend : public c10d::Backend {
     bool exempt = false;
   };
   using Run = std::function<void(Quantization, Rounding&)>;
-  void sum(float* data, int64_t n, Quantization how, Rounding& rounding);
+  void sum(const at::Tensor& data, Quantization how, Rounding& rounding);
   Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
+  Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how);
+  void finish(Work& work);
   void judge(const std::string& layer, Errors& errors, bool exemptable, const Rounding& rounding,
              LocalWork& work);
   Work exchange(at::Tensor& received, at::Tensor& sent);
 
-  c10::intrusive_ptr<c10d::Backend> inner_;
+  // Of the tensor's device.
+  c10d::Backend& inner(const at::Tensor& tensor) const;
+
+  c10::intrusive_ptr<c10d::Backend> on_cpu_, on_device_;
   Quantization how_;
   uint64_t calls_ = 0;
   std::string label_;
   std::map<std::string, Errors> errors_;  // by layer; of the worker's thread
   std::atomic<int64_t> bytes_sent_{0};
-  Worker worker_;  // last member: its thread reads the others
+  std::optional<c10::Stream> stream_;  // of an accelerator
+  std::vector<Work> steps_;            // of the collective that is being queued there
+  Worker worker_;                      // last member: its thread reads the others
 };
 
 }  // namespace oases

@@ -101,10 +101,18 @@ std::map<std::string, std::shared_ptr<OverlapScheduler>> OverlapScheduler::all()
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group(const std::string& wire,
-                                                               const std::string& label) const {
+                                                               const std::string& label,
+                                                               c10::DeviceType device) const {
   if (wire.empty() && code_.empty()) return group_ ? group_ : c10d::resolve_process_group(name_);
   const auto found = c10d::resolve_process_group(wire.empty() ? name_ : wires_.at(wire));
-  auto* const quantized = dynamic_cast<QuantizedBackend*>(found->getBackend(c10::DeviceType::CPU).get());
+  const auto types = found->getDeviceTypes();
+  TORCH_CHECK_VALUE(
+      std::any_of(types.begin(), types.end(), [&](const c10::Device& each) { return each.type() == device; }),
+      "group '", name_, "' sends no quantised numbers of tensors on ", device,
+      "; leave out the wire dtype, or make the group with a backend of which another can be made, such as "
+      "gloo for ",
+      "the CPU and nccl for CUDA");
+  auto* const quantized = dynamic_cast<QuantizedBackend*>(found->getBackend(device).get());
   if (quantized) quantized->set_label(label);
   return found;
 }
@@ -210,7 +218,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, c
   return issue(largest ? "all_reduce_max" : "all_reduce", wire, tensor, tensors, label, [&](Ticket&) {
     c10d::AllreduceOptions options;
     if (largest) options.reduceOp = c10d::ReduceOp::MAX;
-    return group(wire, label)->allreduce(tensors, options);
+    return group(wire, label, tensor.device().type())->allreduce(tensors, options);
   });
 }
 
@@ -221,7 +229,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_gather(const at::Tensor& output, c
   auto ticket = issue("all_gather", wire, output, {output, input}, label, [&](Ticket&) {
     at::Tensor whole = output.view(-1),
                part = input.view(-1);  // gloo requires equal shapes
-    return group(wire, label)->_allgather_base(whole, part);
+    return group(wire, label, input.device().type())->_allgather_base(whole, part);
   });
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
@@ -245,7 +253,7 @@ c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_reduce_scatter(Ticket& ti
                                                                       const std::string& wire,
                                                                       const std::string& label) {
   output = output.view(-1), input = input.view(-1);
-  const auto by = group(wire, label);
+  const auto by = group(wire, label, input.device().type());
   if (!input.is_cpu() || by->getBackend(c10::DeviceType::CPU)->getBackendName() != "gloo")
     return by->_reduce_scatter_base(output, input);
   std::vector<at::Tensor> whole{input.clone()};
@@ -291,7 +299,8 @@ c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_all_to_all(at::Tensor out
                                                                   Splits numbers, const std::string& wire,
                                                                   const std::string& label) {
   output = output.view(-1), input = input.view(-1);
-  return group(wire, label)->alltoall_base(output, input, numbers.received, numbers.sent);
+  return group(wire, label, input.device().type())
+      ->alltoall_base(output, input, numbers.received, numbers.sent);
 }
 
 // Waits, and checks once a second whether the group was given up: gloo has no abort that would end the wait.

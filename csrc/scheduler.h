@@ -184,9 +184,9 @@ class OverlapScheduler {
 
  private:
   OverlapScheduler(std::string name, int rank, int size);
-  // The group, or its wire's, for a collective with this label.
-  c10::intrusive_ptr<c10d::ProcessGroup> group(const std::string& wire = "",
-                                               const std::string& label = "") const;
+  // The group, or its wire's, for a collective of tensors of a device with this label.
+  c10::intrusive_ptr<c10d::ProcessGroup> group(const std::string& wire = "", const std::string& label = "",
+                                               c10::DeviceType device = c10::DeviceType::CPU) const;
   using Start = std::function<c10::intrusive_ptr<c10d::Work>(Ticket&)>;
   struct Splits {
     std::vector<int64_t> sent, received;

@@ -48,17 +48,16 @@ check_torch(_extension(), torch.__version__)
 oases._register_backends()
 
 from oases._C import (  # noqa: E402  (once the torch is known to be the right one)
+    QUANTIZED_BLOCK,
     DeferredGradients,
     ExpertCosts,
     Leaves,
     OverlapScheduler,
     Piece,
     QuantizedBackend,
-    dequantize,
-    dequantize_sum,
     generator_mark,
     place_experts,
-    quantize,
+    quantized_bytes,
     search_experts,
     sim_backend,
     single_process_backend,
@@ -67,17 +66,16 @@ from oases._C import (  # noqa: E402  (once the torch is known to be the right o
 from oases._C import build_info as _build_info  # noqa: E402
 
 __all__ = [
+    "QUANTIZED_BLOCK",
     "DeferredGradients",
     "ExpertCosts",
     "Leaves",
     "OverlapScheduler",
     "Piece",
     "QuantizedBackend",
-    "dequantize",
-    "dequantize_sum",
     "generator_mark",
     "place_experts",
-    "quantize",
+    "quantized_bytes",
     "search_experts",
     "sim_backend",
     "single_process_backend",

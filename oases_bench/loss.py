@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
-from oases.extension import dequantize, dequantize_sum, quantize
+from oases.kernels.quantized import dequantize, dequantize_sum, quantize
 from oases.parallel import sharded_parameters
 from oases.plans.shape import CODES, WIRES
 from oases.terminal import progress, table

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.executor import Context
+from oases.execution.wire import quantised_type
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import StageMessages
@@ -38,7 +39,7 @@ class PipelineBenchConfig(BenchConfig):
 
     pipelines: str = option(
         "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1,zb_v",
-        "pipelines to measure, comma-separated",
+        "pipelines to measure, comma-separated; one_f_one_b:int8 sends messages in int8, or another quantised type",
     )
     micro_batches: int = option(8, "micro-batches of a step")
     forward_ms: float = option(
@@ -58,8 +59,11 @@ class PipelineBenchConfig(BenchConfig):
         """See `BenchConfig`."""
         return "{} stages {}; compute is emulated, communication is real"
 
-    def chosen(self, stages: int) -> dict[str, Schedule]:
-        """The pipelines by name. UsageError where one cannot be, before any rank starts."""
+    def chosen(self, stages: int) -> dict[str, tuple[Schedule, str]]:
+        """The pipelines by name, each with the type of its messages, "" for their own.
+
+        UsageError where one cannot be, before any rank starts.
+        """
         if not 0.1 <= self.forward_ms <= 10_000:
             raise UsageError(f"--forward-ms must be between 0.1 and 10000, got {self.forward_ms}")
         self.require_least(1, "hidden", "sequence", "iterations")
@@ -67,11 +71,14 @@ class PipelineBenchConfig(BenchConfig):
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
         parse_baselines(self.peers)
         found = {}
-        for name in self.pipelines.split(","):
+        for text in self.pipelines.split(","):
+            name, _, wire = text.partition(":")
             try:
-                found[name] = generate_pipeline(name, stages, self.micro_batches)
+                found[text] = generate_pipeline(name, stages, self.micro_batches), wire
             except ScheduleError as error:
                 raise UsageError(f"--pipelines: {error}") from error
+            if wire:
+                quantised_type(f"--pipelines {text}: the type of messages", wire)
         return found
 
     def seconds(self) -> dict[str, float]:
@@ -99,7 +106,7 @@ class PipelineBenchConfig(BenchConfig):
 class _Contestant(StageSteps):
     """One pipeline on this rank."""
 
-    def __init__(self, config: PipelineBenchConfig, pipeline: Schedule, mesh: Mesh) -> None:
+    def __init__(self, config: PipelineBenchConfig, pipeline: Schedule, mesh: Mesh, wire: str) -> None:
         self.config, self.pipeline = config, pipeline
         alone = mesh.tensor(1)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"
@@ -107,7 +114,7 @@ class _Contestant(StageSteps):
             OverlappedStack(config.layer(pipeline.chunks), process_group=alone, schedule="sync", recompute=again)
             for _ in range(pipeline.chunks)
         )
-        self.messages = StageMessages(pipeline, mesh, [1] * (pipeline.num_blocks - 1))
+        self.messages = StageMessages(pipeline, mesh, [1] * (pipeline.num_blocks - 1), wire=wire)
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
     def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
@@ -123,7 +130,9 @@ def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -
     named = checked_settings(config)
     stages = dist.get_world_size()
     mesh = [Mesh([1], stage=stage, num_stages=stages) for stage in range(stages)][dist.get_rank()]
-    ours = {name: _Contestant(config, pipeline, mesh) for name, pipeline in config.chosen(stages).items()}
+    ours = {
+        name: _Contestant(config, pipeline, mesh, wire) for name, (pipeline, wire) in config.chosen(stages).items()
+    }
     peers = {name: config.peer(name, stages) for name in parse_baselines(config.peers)}
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():

@@ -74,6 +74,7 @@ def parallelize(
     expert_parallel: int | None = None,
     placement: str = "prophet",
     gradient_wire: str | None = None,
+    pipeline_wire: str | None = None,
     backend: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
@@ -96,8 +97,9 @@ def parallelize(
     "balanced": divided over expert_parallel ranks of "dp" x "tp" (None: all of them), to which tokens are sent, and
     busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
-    exactly. backend: of torch.distributed, e.g. "staged", for new groups of the mesh's ranks; None: the mesh's own
-    groups. stack_options: further options of OverlappedStack, such as sub_batches and sequence_parallel.
+    exactly. pipeline_wire: the same for what the stages of "pp" send each other, without feedback. backend: of
+    torch.distributed, e.g. "staged", for new groups of the mesh's ranks; None: the mesh's own groups. stack_options:
+    further options of OverlappedStack, such as sub_batches and sequence_parallel.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -117,7 +119,7 @@ def parallelize(
     given = {
         "schedule": schedule, "pipeline": pipeline, "micro_batches": micro_batches, "zero": zero, "fsdp": fsdp,
         "dtype": dtype, "compile": compile, "experts": experts, "expert_parallel": expert_parallel,
-        "placement": placement, "gradient_wire": gradient_wire, "backend": backend,
+        "placement": placement, "gradient_wire": gradient_wire, "pipeline_wire": pipeline_wire, "backend": backend,
         "weights": "given" if weights is not None else None, **dict.fromkeys(_STACK), **stack_options,
     }  # fmt: skip
     require_same_options(_groups_of(mesh), given)
@@ -129,7 +131,7 @@ def parallelize(
     steps = pipeline_options(
         mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp, zero=zero, dtype=dtype
     )
-    steps = _with_gradient_wire(steps, mesh, gradient_wire)
+    steps = _with_wires(steps, mesh, gradient_wire, pipeline_wire)
     if steps is not None and steps.mesh.num_stages > 1 and stack_options.get("wire_dtype") == AUTO_LOSSY:
         raise UsageError(
             f"wire_dtype {AUTO_LOSSY!r} measures whole passes and does not work with a pipeline; name one"
@@ -198,17 +200,28 @@ def _groups_of(mesh: Any) -> list[ProcessGroup | None]:
     return [mesh.run if isinstance(mesh, Mesh) else resolve(mesh)]
 
 
-def _with_gradient_wire(steps: PipelineOptions | None, mesh: Any, code: str | None) -> PipelineOptions | None:
-    """The options with the code of gradients. UsageError for an unknown one, and where there are no replicas."""
-    if code is None:
-        return steps
-    quantised_type("gradient_wire", code)
-    replicas = group_size(data_parallel_group(mesh)) if steps is None else steps.mesh.replicas(steps.degree)
-    if replicas < 2:
-        raise UsageError(
-            f"gradient_wire {code!r}: there are no data-parallel ranks; give a mesh with 'dp', or leave it out"
-        )
-    return None if steps is None else replace(steps, gradient_wire=code)
+def _with_wires(
+    steps: PipelineOptions | None, mesh: Any, gradients: str | None, messages: str | None
+) -> PipelineOptions | None:
+    """The options with the codes of gradients and of messages between stages.
+
+    UsageError for an unknown one, and where there is nothing to send: no replicas, or no stages.
+    """
+    if gradients is not None:
+        quantised_type("gradient_wire", gradients)
+        replicas = group_size(data_parallel_group(mesh)) if steps is None else steps.mesh.replicas(steps.degree)
+        if replicas < 2:
+            raise UsageError(
+                f"gradient_wire {gradients!r}: there are no data-parallel ranks; give a mesh with 'dp', or leave it "
+                "out"
+            )
+    if messages is not None:
+        quantised_type("pipeline_wire", messages)
+        if steps is None or steps.mesh.num_stages < 2:
+            raise UsageError(
+                f"pipeline_wire {messages!r}: there is one stage; give a mesh with a 'pp' above 1, or leave it out"
+            )
+    return None if steps is None else replace(steps, gradient_wire=gradients or "", pipeline_wire=messages or "")
 
 
 def _expert_options(

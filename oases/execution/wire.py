@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from oases.errors import UsageError
 from oases.execution.agreement import Form
 from oases.execution.failure import monitor_of
-from oases.execution.group import ProcessGroup, group_of, scheduler_of
+from oases.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
 from oases.extension import QuantizedBackend
 from oases.plans.shape import QUANTISED
 
@@ -160,23 +161,22 @@ def add_wire(group: ProcessGroup, code: str) -> str:
 
     code: name of a quantised type. Collective over the group where it is new.
 
-    Raises UsageError for a group whose backend carries no CPU tensors.
+    Raises UsageError for a group of whose backends none can be made again.
     """
     scheduler = scheduler_of(group)
     monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
     if scheduler.has_wire(code) and _exists(scheduler.wire_group(code)):
         return cast(str, scheduler.wire_group(code))
-    carrier, create = _carrier_of(group)
-    if create is None:
+    carriers = _carriers_of(group)
+    if not carriers:
         raise UsageError(
-            f"wire_dtype {code!r} needs a group with a CPU backend of which another can be made, such as gloo or "
-            f"staged, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
+            f"wire_dtype {code!r} needs a group with a backend of which another can be made, such as gloo, staged or "
+            f"nccl, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
         )
-    name = f"oases_{code.replace(':', '_')}_over_{carrier}"  # c10d splits names at colons
+    over = "_".join(backend for backend, _ in carriers.values())
+    name = f"oases_{code.replace(':', '_')}_over_{over}"  # c10d splits names at colons
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            name, lambda *arguments: QuantizedBackend(create(*arguments), code), devices=["cpu"]
-        )
+        dist.Backend.register_backend(name, partial(_quantised, carriers, code), devices=list(carriers))
     with _named(group, code):
         made = dist.new_group(
             dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
@@ -204,24 +204,38 @@ def _named(group: ProcessGroup, code: str) -> Iterator[None]:
 
 
 def carries_codes(group: ProcessGroup) -> bool:
-    """Whether `add_wire` can let this group send quantised numbers."""
-    return _carrier_of(group)[1] is not None
+    """Whether `add_wire` can let this group send quantised numbers of CPU tensors."""
+    return "cpu" in _carriers_of(group)
 
 
-def _carrier_of(group: ProcessGroup) -> tuple[str, Callable[..., Any] | None]:
-    """Name of the group's CPU backend, "" without one, and what makes another one of its kind, if anything does."""
+_Carriers = dict[str, tuple[str, Callable[..., Any]]]
+"""By type of device: name of a backend, and what makes another one of its kind."""
+
+
+def _carriers_of(group: ProcessGroup) -> _Carriers:
+    """The group's backends of which another can be made, the CPU's first."""
     # A group has one for each type of device: "cpu:gloo,cuda:nccl". Its own name is "undefined" where none was given.
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    carrier = backends.get("cpu", "")
-    return carrier, dist.ProcessGroupGloo if carrier == "gloo" else _created_by_plugin(carrier)
+    created = {device: (name, _created_by(name)) for device, name in backends.items()}
+    found = {device: (name, create) for device, (name, create) in created.items() if create is not None}
+    first = [device for device in ("cpu",) if device in found]
+    others = [device for device in found if device != "cpu" and found[device][0] != found.get("cpu", ("",))[0]]
+    # Backends of accelerators carry their tensors alone; gloo says that it carries some, by copies.
+    return {device: found[device] for device in first + others[:1]}
+
+
+def _quantised(carriers: _Carriers, code: str, store: dist.Store, *arguments: Any) -> Any:
+    """Backend over one of each kind; arguments: rank, size and timeout."""
+    made = {device: create(dist.PrefixStore(device, store), *arguments) for device, (_, create) in carriers.items()}
+    return QuantizedBackend(made.pop("cpu", None), code, next(iter(made.values()), None))
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    """Timeout of the group's collectives on the CPU; None for a backend that does not say it."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    if isinstance(backend, dist.ProcessGroupGloo):
-        return backend.options._timeout
-    return getattr(backend, "timeout", None)
+    """Timeout of the group's collectives, on the CPU if it has such; None for a backend that does not say it."""
+    device = next(iter(_carriers_of(group)))
+    backend: Any = group._get_backend(torch.device(device))
+    options = getattr(backend, "options", None)
+    return getattr(backend, "timeout", None) if options is None else options._timeout
 
 
 def form_of_input(x: Tensor) -> Form:
@@ -259,9 +273,19 @@ _traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDict
 """Groups of wires that ranks agreed on, by group."""
 
 
-def _created_by_plugin(backend: str) -> Callable[..., Any] | None:
+def _created_by(backend: str) -> Callable[..., Any] | None:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo
+    if backend == "nccl":
+        return _nccl
     plugin = dist.Backend._plugins.get(backend.upper())
     return None if plugin is None or plugin.extended_api else plugin.creator_fn
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = nccl_options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _exists(name: str) -> bool:

@@ -8,7 +8,6 @@ each sends its part to its peer, and the receiving stage gathers the parts where
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.execution.clock import Clock
+from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.execution.wire import quantised_type
 from oases.parallel.mesh import Mesh
+from oases.parallel.message_layout import QUANTISABLE, Form, Layout, form_text
 from oases.reporting import Row
 from oases.schedule import Op, Schedule, validate
 from oases.schedule.ops import crossing
@@ -35,12 +37,6 @@ _LANE_CTAS = 1
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 96
 """Numbers of the header of a lane's first message: number of tensors, and of each its type, dimensions and sizes."""
-_ALIGNED = 16
-"""Bytes that tensors packed into one message are aligned to."""
-
-Form = tuple[tuple[torch.Size, torch.dtype], ...]
-"""Shapes and types of the tensors of a message."""
-
 
 _in_use: WeakSet[StageMessages] = WeakSet()
 
@@ -74,7 +70,8 @@ class _Lane:
     of: str
     degree: int
     name: str = ""
-    form: Form | None = None
+    layout: Layout | None = None
+    sent: int = 0
     upcoming: deque[Op] = field(default_factory=deque)
     posted: deque[tuple[Op, Tensor, Any]] = field(default_factory=deque)
 
@@ -88,9 +85,11 @@ class StageMessages:
 
     mesh: of the rank's stage. degrees: tensor-parallel degree at each border between two parts of the model, in
     order. device: of the tensors. split: whether each tensor-parallel rank sends its part alone; otherwise each sends
-    the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). All messages of a lane have
+    the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). wire: name of a quantised
+    type for activations and gradients, which are then rounded; "" for their own. All messages of a lane have
     the shape and type of its first, which is announced in a header.
-    Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it.
+    Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it, UsageError for an unknown
+    wire and, on all ranks, for one that differs between them.
     """
 
     def __init__(
@@ -101,19 +100,23 @@ class StageMessages:
         *,
         device: torch.device | str = "cpu",
         split: bool | None = None,
+        wire: str = "",
     ) -> None:
+        if wire:
+            quantised_type("pipeline_wire", wire)
         if mesh.num_stages != pipeline.num_stages or len(degrees) != pipeline.num_stages * pipeline.chunks - 1:
             raise ValueError(
                 f"a pipeline of {pipeline.num_stages} stages with {pipeline.chunks} parts each was given a mesh of "
                 f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
             )
         validate(pipeline, "stage")
-        self._mesh = mesh
+        self._mesh, self._wire = mesh, wire
+        self._device = torch.device(device)
+        self._agree()
         self._split = {each: mesh.on_one_node(each) if split is None else split for each in set(degrees)}
         self._on_host = ""
         self._awaited: deque[tuple[Op, Any]] = deque()  # by the stream of an accelerator
         _in_use.add(self)
-        self._device = torch.device(device)
         self._clock = Clock(self._device)
         self._waits: list[tuple[Row, Any, Any]] = []  # rows and marks that are not in them yet
         self._stage_of = pipeline.stage_of
@@ -168,37 +171,37 @@ class StageMessages:
         """Start to send the result of `op`, which may then be freed. ValueError for other shapes than the lane's."""
         lane, tensors = self._lane(op), [tensor.detach() for tensor in tensors]
         form = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if lane.form is None and lane.of == "F":
-            lane.form = form
+        if lane.layout is None and lane.of == "F":
+            self._require_types(op, form)
+            lane.layout = self._layout(lane, form)
             self._announce(lane, op)
-        if lane.form != form:
+        layout = lane.layout
+        if layout is None or layout.form != form:
             raise ValueError(
-                f"{self._named(op)}: a message of {_text(form)} on a lane of {_text(lane.form or ())}; give all "
-                "micro-batches one shape"
+                f"{self._named(op)}: a message of {form_text(form)} on a lane of "
+                f"{form_text(() if layout is None else layout.form)}; give all micro-batches one shape"
             )
-        parts = self._parts(lane)
-        packed = _is_packed(form, parts)
-        part = _pack(tensors, parts) if packed else tensors[0].reshape(-1)
-        if parts > 1:
-            size, _ = _part_form(form, parts)
+        part = layout.pack(tensors, self._seed(lane))
+        if layout.parts > 1:
+            size, _ = layout.part
             part = part.narrow(0, self._mesh.rank % lane.degree * size, size)
             part = part.clone()  # so that the rest can be freed
         self._sent[op] = self._started(lane, op, part), part
         if lane.of == "F":
             back = self._lanes[lane.target, lane.source, "B"]
-            if back.form is None:
-                back.form = form  # a gradient has the shape of its tensor
+            if back.layout is None:
+                back.layout = layout  # a gradient has the shape of its tensor
                 self._post(back)  # after the send: the first receive may hold the host until its message is sent
-        lane.row.collectives += 1
-        lane.row.bytes += part.numel() * part.element_size()
+        self._count(lane, layout)
 
     def receive(self, op: Op) -> list[Tensor]:
         """Wait for the message of `op`; return its full tensors in new memory."""
         lane = self._lane(op)
         start = self._clock.mark()
-        if lane.form is None:
-            lane.form = self._announced(lane, op)
-            self._lanes[lane.target, lane.source, "B"].form = lane.form
+        if lane.layout is None:
+            lane.layout = self._layout(lane, self._announced(lane, op))
+            self._lanes[lane.target, lane.source, "B"].layout = lane.layout
+        layout = lane.layout
         self._post(lane)
         posted, part, work = lane.posted.popleft()
         assert posted == op, f"{op} was asked for, {posted} comes first"
@@ -207,17 +210,15 @@ class StageMessages:
         for sent in self._known[op]:
             self._finish(sent)
         self._waits.append((lane.row, start, self._clock.mark()))
-        lane.row.collectives += 1
-        lane.row.bytes += part.numel() * part.element_size()
-        parts = self._parts(lane)
+        self._count(lane, layout)
         whole = part
-        if parts > 1:
+        if layout.parts > 1:
             group = self._mesh.tensor(lane.degree)
             assert group is not None, "a degree above one has a group"
-            whole = part.new_empty(parts * part.numel())
+            whole = part.new_empty(layout.parts * part.numel())
             scheduler = scheduler_of(group)
             scheduler.wait(scheduler.all_gather(whole, part, f"{lane.row.where}, joined"))
-        return _unpack(whole, lane.form) if _is_packed(lane.form, parts) else [whole.view(lane.form[0][0])]
+        return layout.unpack(whole)
 
     def end(self) -> None:
         """Wait until all sends have completed, after the list."""
@@ -276,29 +277,61 @@ class StageMessages:
         assert group is not None
         return group
 
-    def _parts(self, lane: _Lane) -> int:
-        return lane.degree if self._split[lane.degree] else 1
+    def _agree(self) -> None:
+        """Compare the wire with that of all ranks of the run."""
+        group = self._mesh.run
+        if group is not None:
+            monitor = monitor_of(group, scheduler_of(group), self._device)
+            monitor.begin_call("messages between pipeline stages", ("pipeline_wire", self._wire or None))
+
+    def _layout(self, lane: _Lane, form: Form) -> Layout:
+        return Layout(form, lane.degree if self._split[lane.degree] else 1, self._wire)
+
+    @staticmethod
+    def _count(lane: _Lane, layout: Layout) -> None:
+        """Add a message to the lane's row."""
+        lane.row.collectives += 1
+        lane.row.bytes += layout.part_bytes
+        lane.row.saved_bytes += layout.saved_bytes
+
+    def _seed(self, lane: _Lane) -> int:
+        """Seed of a message's stochastic rounding: another for each message, lane and replica."""
+        lane.sent += 1
+        lanes = 2 * self._mesh.num_stages
+        number = lanes * lane.sent + 2 * lane.source + (lane.of == "B")
+        number = number * self._mesh.replicas(lane.degree) + self._mesh.replica(lane.degree)
+        return number * 0x9E3779B97F4A7C15 % 2**64
 
     def _post(self, lane: _Lane) -> None:
         """Post the next receives of a lane whose shape is known."""
-        if lane.form is None or lane.target != self._mesh.stage:
+        if lane.layout is None or lane.target != self._mesh.stage:
             return
-        size, dtype = _part_form(lane.form, self._parts(lane))
+        size, dtype = lane.layout.part
         while lane.upcoming and len(lane.posted) < (AHEAD if self._device.type == "cpu" else 1):
             op = lane.upcoming.popleft()
             part = torch.empty(size, dtype=dtype, device=self._device)
             lane.posted.append((op, part, dist.irecv(part, self._mesh.peer(lane.source), self._group(lane))))
 
-    def _announce(self, lane: _Lane, op: Op) -> None:
-        assert lane.form is not None
-        numbers = [len(lane.form)]
-        for shape, dtype in lane.form:
+    def _require_types(self, op: Op, form: Form) -> None:
+        """Raise ValueError for a tensor that no message can carry, or that the wire cannot round."""
+        for shape, dtype in form:
             if dtype not in _DTYPES:
                 raise ValueError(f"{self._named(op)}: cannot send {tuple(shape)} {dtype}; use a floating-point type")
+            if self._wire and dtype not in QUANTISABLE:
+                raise ValueError(
+                    f"{self._named(op)}: cannot send {tuple(shape)} {dtype} in {self._wire}, which takes float32, "
+                    "bfloat16 and float16; convert the tensor, or leave out pipeline_wire"
+                )
+
+    def _announce(self, lane: _Lane, op: Op) -> None:
+        assert lane.layout is not None
+        form = lane.layout.form
+        numbers = [len(form)]
+        for shape, dtype in form:
             numbers += [_DTYPES.index(dtype), len(shape), *shape]
         if len(numbers) > _HEADER:
             raise ValueError(
-                f"{self._named(op)}: cannot send {len(lane.form)} tensors, whose shapes take {len(numbers)} numbers "
+                f"{self._named(op)}: cannot send {len(form)} tensors, whose shapes take {len(numbers)} numbers "
                 f"of a header of {_HEADER}; divide the model where fewer values pass"
             )
         header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)))
@@ -349,47 +382,3 @@ class StageMessages:
         other = self._stage_of(crossing(op).block)
         rank = self._mesh.peer(other)
         return f"{op} on stage {self._mesh.stage}, {where} stage {other} (rank {rank})"
-
-
-def _is_packed(form: Form, parts: int) -> bool:
-    """Whether a message is sent as bytes: several tensors, or one that does not divide into parts."""
-    return len(form) > 1 or math.prod(form[0][0]) % parts > 0
-
-
-def _places(form: Form) -> tuple[list[tuple[int, int]], int]:
-    """First and last byte of each tensor in a packed message, and its size."""
-    places, end = [], 0
-    for shape, dtype in form:
-        size = math.prod(shape) * dtype.itemsize
-        places.append((end, end + size))
-        end = -(-(end + size) // _ALIGNED) * _ALIGNED
-    return places, end
-
-
-def _part_form(form: Form, parts: int) -> tuple[int, torch.dtype]:
-    """Number and type of the elements of one part of a message."""
-    if not _is_packed(form, parts):
-        shape, dtype = form[0]
-        return math.prod(shape) // parts, dtype
-    return -(-_places(form)[1] // (parts * _ALIGNED)) * _ALIGNED, torch.uint8
-
-
-def _pack(tensors: Sequence[Tensor], parts: int) -> Tensor:
-    """Bytes of tensors, padded to a multiple of `parts`."""
-    form = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    packed = tensors[0].new_zeros(parts * _part_form(form, parts)[0], dtype=torch.uint8)
-    for tensor, (start, end) in zip(tensors, _places(form)[0], strict=True):
-        packed[start:end].view(tensor.dtype).copy_(tensor.reshape(-1))
-    return packed
-
-
-def _unpack(packed: Tensor, form: Form) -> list[Tensor]:
-    """Tensors of a packed message, views of its memory."""
-    return [
-        packed[start:end].view(dtype).view(shape)
-        for (shape, dtype), (start, end) in zip(form, _places(form)[0], strict=True)
-    ]
-
-
-def _text(form: Form) -> str:
-    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in form) or "nothing"

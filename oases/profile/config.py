@@ -10,8 +10,8 @@ import torch
 from oases.errors import UsageError
 from oases.execution.wire import WireType
 from oases.schedule import LayerOf, Schedule, sequence_parallel
-from oases.train.config import WIRE_DTYPES, option, require_device
-from oases.train.model_options import ModelOptions, require_memory
+from oases.train.config import WIRE_DTYPES, option
+from oases.train.model_options import ModelOptions, require_device, require_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

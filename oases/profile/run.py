@@ -19,9 +19,9 @@ import torch.distributed as dist
 from oases.errors import UsageError
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup
-from oases.extension import dequantize, quantize
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs, with_layers
+from oases.kernels.quantized import dequantize, quantize
 from oases.launch.ranks import require_agreement
 from oases.plans.shape import CODES
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oases.errors import UsageError, make_folder
 from oases.execution.wire import QUANTISED, WireType, wire_type
 from oases.launch.ranks import restart_count
@@ -26,7 +24,7 @@ from oases.train.instructions import Instructions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard, require_wandb
-from oases.train.model_options import Degrees, option, require_known, require_types
+from oases.train.model_options import Degrees, option, require_compiler, require_device, require_known, require_types
 from oases.train.model_stage import causal_configuration, weights_of
 from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
@@ -111,6 +109,11 @@ class TrainConfig(ExpertOptions):
         "none",
         "data-parallel averages of gradients: none = in their own dtype; int8, fp8, int4 = quantised, with error "
         "feedback",
+        ("none", *QUANTISED),
+    )
+    pipeline_wire: str = option(
+        "none",
+        "messages between pipeline stages: none = in the dtype they are computed in; int8, fp8, int4 = quantised",
         ("none", *QUANTISED),
     )
     sequence_parallel: bool = option(
@@ -274,6 +277,12 @@ class TrainConfig(ExpertOptions):
             require_rows(tokenizer, self.vocabulary, "vocabulary", remedy)
         return self.vocabulary or -(-tokenizer.size // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
+    @property
+    def wires(self) -> dict[str, str | None]:
+        """Codes of gradients and of messages between stages, as `parallelize` takes them; None for their own type."""
+        given = {name: getattr(self, name) for name in ("gradient_wire", "pipeline_wire")}
+        return {name: None if code == "none" else code for name, code in given.items()}
+
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
@@ -380,19 +389,6 @@ def _sizes(plan: Plan) -> dict[str, Any]:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def require_compiler(name: str) -> None:
-    """Raise UsageError unless `name` is none or a torch.compile backend."""
-    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
-        known = ", ".join(torch.compiler.list_backends())
-        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
-
-
-def require_device(device: str) -> None:
-    """Raise UsageError for cuda where torch finds no GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device 'cuda' is not available: this torch finds no GPU; use --device cpu")
 
 
 def settings(config: Any) -> dict[str, Any]:

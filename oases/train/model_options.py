@@ -9,6 +9,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
+
 from oases.errors import UsageError
 from oases.limits import fault, require_numbers, short
 from oases.models.gpt import GPTConfig
@@ -227,6 +229,19 @@ def require_known(config: Any, known: Mapping[str, Iterable[Any]], *, or_file: b
         if value not in among and not (or_file and Path(value).is_file()):
             more = "; or give the path of a schedule file" if or_file else ""
             raise UsageError(f"unknown {name} {value!r}; known are {', '.join(map(str, among))}{more}")
+
+
+def require_compiler(name: str) -> None:
+    """Raise UsageError unless `name` is none or a torch.compile backend."""
+    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
+
+
+def require_device(device: str) -> None:
+    """Raise UsageError for cuda where torch finds no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda' is not available: this torch finds no GPU; use --device cpu")
 
 
 def require_memory(options: ModelOptions, degree: int) -> None:

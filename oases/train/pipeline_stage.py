@@ -69,6 +69,7 @@ class GPTStage:
 
     model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
     called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
+    gradient_wire, pipeline_wire: codes of averages and messages; None for their own type.
     """
 
     def __init__(
@@ -78,16 +79,19 @@ class GPTStage:
         mesh: Mesh,
         group: ProcessGroup | None,
         after_forward: Callable[[int], None],
-        gradient_wire: str = "",
+        *,
+        gradient_wire: str | None = None,
+        pipeline_wire: str | None = None,
     ) -> None:
-        self._gradient_wire = gradient_wire
+        self._gradient_wire = gradient_wire or ""
         self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
         pipeline = pipeline_of(plan)
         self.messages: StageMessages | None = None
         """Point-to-point messages with other stages; None for a single stage."""
         if mesh.num_stages > 1:
             degrees = [part.last_degree for part in plan.parts[:-1]]
-            self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
+            device = next(model.parameters()).device
+            self.messages = StageMessages(pipeline, mesh, degrees, device=device, wire=pipeline_wire or "")
         self.run = StageRunner(pipeline, mesh.stage, self.messages)
         self.tensor_parallel = model.tensor_parallel
         self._sharding = "fsdp" if plan.fsdp else "zero" if plan.zero else None

@@ -48,6 +48,10 @@ class Run:
             _require_whole_steps(self.plan)
         if self.config.gradient_wire != "none":
             _require_averages(self.config, self.plan)
+        if self.config.pipeline_wire != "none" and len(self.plan.stages) < 2:
+            raise UsageError(
+                f"pipeline_wire {self.config.pipeline_wire!r}: there is one stage; give --pp, or leave it out"
+            )
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Run:

@@ -81,15 +81,13 @@ class Trainer:
             self.model = build_model(
                 config.model, config.seed, plan, self.mesh, lora=config.lora, device=self.device, compile=backend,
                 wire_dtype=WIRE_DTYPES.get(config.wire_dtype, config.wire_dtype), dtype=PRECISIONS[config.precision],
-                gradient_wire=None if config.gradient_wire == "none" else config.gradient_wire,
-                **config.model_experts,
+                **config.wires, **config.model_experts,
             )  # fmt: skip
             self.stage = ModelStage(self.model, plan)
         else:
             gpt = _model_of(config, plan, self.mesh, self.group).to(self.device)
             self.model, self.stage = gpt, GPTStage(
-                gpt, plan, self.mesh, self.group, self._after_forward,
-                "" if config.gradient_wire == "none" else config.gradient_wire,
+                gpt, plan, self.mesh, self.group, self._after_forward, **config.wires
             )  # fmt: skip
             if backend is not None:
                 gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback

@@ -7,7 +7,7 @@ import torch
 
 from oases.cli import main
 from oases.errors import UsageError
-from oases.extension import dequantize, quantize
+from oases.kernels.quantized import dequantize, quantize
 from oases.plans.shape import CODES
 from oases_bench.harness import Ranks
 from oases_bench.loss import LossBenchConfig, kernels_of

@@ -33,6 +33,10 @@ def test_every_pipeline_has_its_row(four_ranks):
     ("changes", "message"),
     [
         ({"pipelines": "gpipe,nosuch"}, "unknown pipeline 'nosuch'"),
+        (
+            {"pipelines": "gpipe:int9"},
+            "--pipelines gpipe:int9: the type of messages must be one of .* got 'int9'",
+        ),
         ({"micro_batches": 3}, "--micro-batches 3 are fewer than the 4 stages"),
         ({"micro_batches": 6, "pipelines": "interleaved"}, "multiples of the 4 stages"),
         ({"forward_ms": 0.0}, "--forward-ms must be between"),
@@ -48,8 +52,8 @@ def test_bad_values_are_named(changes, message):
 def test_the_command_prints_and_writes(ranks_at_hand, tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--micro-batches", "2", "--forward-ms", "1", "--iterations", "1", "--hidden", "4", "--sequence", "4"]
-    main(["bench", "pipeline", "--tp", "2", "--pipelines", "one_f_one_b,gpipe", "--json", str(out), *options])
-    assert set(json.loads(out.read_text())["schedules"]) == {"one_f_one_b", "gpipe"}
+    main(["bench", "pipeline", "--tp", "2", "--pipelines", "one_f_one_b:int8,gpipe", "--json", str(out), *options])
+    assert set(json.loads(out.read_text())["schedules"]) == {"one_f_one_b:int8", "gpipe"}
     with pytest.raises(SystemExit) as caught:
         main(["bench", "pipeline", "--tp", "4", "--micro-batches", "2"])
     assert caught.value.code == 2

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from oases.execution.group import scheduler_of
 from oases.execution.wire import add_wire
-from oases.extension import dequantize, quantize
+from oases.kernels.quantized import dequantize, quantize
 from oases.plans.shape import QUANTISED
 
 LIMITS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}

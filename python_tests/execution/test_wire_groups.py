@@ -63,7 +63,7 @@ def check_fake():
     group = dist.new_group(backend="fake")
     assert not carries_codes(group)
     assert lossy_wires(group, torch.ones(3)) == ["bfloat16"]
-    with pytest.raises(UsageError, match=r"'int8' needs a group with a CPU backend .* gloo or staged, got .*fake"):
+    with pytest.raises(UsageError, match=r"'int8' needs a group with a backend .* gloo, staged or nccl, got .*fake"):
         add_wire(group, "int8")
 
 

@@ -18,11 +18,12 @@ CHECKED = ("-fsanitize=thread,alignment,bounds,shift", "-fno-extern-tls-init", "
 the CPU.
 """
 OPTIONS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-w", *(f"-I{path}" for path in (FOLDER, FOLDER / "include")))
-KERNELS = ("norm", "activation", "permute", "bitmap", "sketch")
+KERNELS = ("norm", "activation", "permute", "bitmap", "sketch", "quantize")
 LAUNCHERS = {
     "norm_forward", "norm_backward", "gelu", "gelu_backward", "swiglu", "swiglu_backward", "bitmap_pack",
     "bitmap_count", "bitmap_list", "count_experts", "place_slots", "gather_rows", "invert", "combine_rows",
-    "combine_rows_backward", "sketch_cells", "sketch_encode", "sketch_decode",
+    "combine_rows_backward", "sketch_cells", "sketch_encode", "sketch_decode", "quantize_sum",
+    "sum_parts", "dequantize",
 }  # fmt: skip
 LEFT_OUT = (
     "not opcheck and not heavy_entries and not unbiased and not (6200 and (dtype1 or dtype2)) "

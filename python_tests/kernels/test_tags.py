@@ -11,6 +11,7 @@ SIZES_FROM_THE_DEVICE = {"bitmap_unpack", "histogram", "permute"}
 CAPTURED = {
     "bias_dropout_residual_norm", "bias_dropout_residual_norm_backward", "bias_gelu", "bias_gelu_backward", "swiglu",
     "swiglu_backward", "unpermute", "unpermute_backward", "bitmap_pack", "sketch_encode", "sketch_decode",
+    "quantize", "dequantize", "dequantize_sum",
     "experts",  # a placeholder in graphs, never run
 }  # fmt: skip
 

@@ -171,7 +171,8 @@ def timed_stage(pipeline_name):
     config = PipelineBenchConfig(pipelines=pipeline_name, micro_batches=4, forward_ms=20.0, hidden=8, sequence=8)
     rank = dist.get_rank()
     meshes = [Mesh([1], stage=stage, num_stages=4) for stage in range(4)]
-    contestant = _Contestant(config, config.chosen(4)[pipeline_name], meshes[rank])
+    pipeline, wire = config.chosen(4)[pipeline_name]
+    contestant = _Contestant(config, pipeline, meshes[rank], wire)
     meter = Meter(dist.group.WORLD, [], contestant.messages, CPU)
     contestant.step()
     with meter.step():

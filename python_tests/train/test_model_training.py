@@ -121,6 +121,14 @@ def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
         assert first == pytest.approx(expected, rel=5e-3)
 
 
+def test_quantised_messages_train_alike(two_ranks, llama, corpus):
+    """Of a model's stages, with its own layers between the messages."""
+    expected = trained(llama, (1, 1, 1), {"data": corpus})
+    first, second = two_ranks.run(trained, llama, (2, 1, 1), {"data": corpus, "pipeline_wire": "int8"})
+    assert first == second != expected
+    assert first == pytest.approx(expected, rel=5e-3)
+
+
 def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
     expected = trained(llama, (1, 1, 1), {"data": corpus})
     for found in two_ranks.run(trained, llama, (2, 1, 1), {"data": corpus, "precision": "bfloat16"}):

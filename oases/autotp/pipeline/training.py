@@ -65,7 +65,8 @@ class PipelineTraining:
         self.messages: StageMessages | None = None
         """Messages to and from other stages; None for a single stage."""
         if pipeline.num_stages > 1:
-            self.messages = StageMessages(pipeline, mesh, [degree] * (stages.division.parts - 1), device=self._device)
+            degrees = [degree] * (stages.division.parts - 1)
+            self.messages = StageMessages(pipeline, mesh, degrees, device=self._device, wire=options.pipeline_wire)
         self._runner = StageRunner(pipeline, mesh.stage, self.messages)
         self.units: list[FsdpUnit] = []
         """Sharded weights, with fsdp."""

@@ -1,0 +1,180 @@
+"""Quantised collectives on the virtual device: the bits of the CPU, on a stream that nobody waits for too early."""
+
+import device
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_stacks import BATCH, HIDDEN, TOKENS, make_stack, on, step
+
+from oases.execution.group import scheduler_of
+from oases.execution.wire import add_wire
+from oases.parallel.mesh import Mesh
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import StageRunner
+from oases.schedule import generate_pipeline
+
+WIRES = ("int8", "fp8", "int4:rotated")
+SIZES = (1, 300, 40000, (1 << 20) + 5)
+"""Numbers: the last is sent in two pieces."""
+
+
+def numbers(n, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(n + dist.get_rank())).to(dtype)
+
+
+def all_reduced(x, wire):
+    scheduler, y = scheduler_of(dist.group.WORLD), x.clone()
+    scheduler.wait(scheduler.all_reduce(y, "sum", wire=wire))
+    return y
+
+
+def reduce_scattered(x, wire):
+    scheduler, size = scheduler_of(dist.group.WORLD), dist.get_world_size()
+    y = torch.empty_like(x)
+    scheduler.wait(scheduler.reduce_scatter(y, torch.stack([x * (1 + each) for each in range(size)]), "parts", wire))
+    return y
+
+
+def all_gathered(x, wire):
+    scheduler = scheduler_of(dist.group.WORLD)
+    y = x.new_empty(dist.get_world_size(), len(x))
+    scheduler.wait(scheduler.all_gather(y, x, "whole", wire))
+    return y
+
+
+def exchanged(x, wire):
+    """Rank r sends itself and each other its number plus r rows of 3."""
+    scheduler, size, rank = scheduler_of(dist.group.WORLD), dist.get_world_size(), dist.get_rank()
+    counts = [1 + rank + other for other in range(size)]
+    rows = x[:1].expand(sum(counts), 3) * torch.arange(sum(counts), device=x.device)[:, None].to(x.dtype)
+    y = x.new_empty(sum(counts), 3)
+    scheduler.wait(scheduler.all_to_all(y, rows.contiguous(), counts, counts, "rows", wire))
+    return y
+
+
+def with_feedback(x, wire):
+    """Three sums of the same numbers, and what they leave in the residual."""
+    scheduler, residual, found = scheduler_of(dist.group.WORLD), torch.zeros_like(x), []
+    for _ in range(3):
+        found.append(x.clone())
+        scheduler.wait(scheduler.all_reduce(found[-1], "averages", wire=wire, residual=residual))
+    return torch.stack([*found, residual])
+
+
+def compare(wire, delays):
+    module, place = device.take()
+    add_wire(dist.group.WORLD, wire)
+    cases = [(run, numbers(n)) for n in SIZES for run in (all_reduced, reduce_scattered, all_gathered)]
+    cases += [(exchanged, numbers(5)), (with_feedback, numbers(700))]
+    cases += [(run, numbers(300, dtype)) for dtype in (torch.bfloat16, torch.float16)
+              for run in (all_reduced, reduce_scattered, all_gathered, exchanged)]  # fmt: skip
+    bad = numbers(1000)
+    bad[150], bad[400] = torch.nan, torch.inf
+    cases.append((all_reduced, bad))
+    for run, x in cases:
+        expected = run(x, wire)
+        there = x.to(place)
+        module.set_delays(delays, len(x))
+        found = run(there, wire)
+        module.set_delays(0.0)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.cpu().nan_to_num(1e6), expected.nan_to_num(1e6)), (run.__name__, len(x))
+        assert torch.equal(there.cpu().nan_to_num(1e6), x.nan_to_num(1e6)), "the input"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sums_are_those_of_the_cpu(two_virtual, wire):
+    two_virtual.run(compare, wire, 1e-3)
+
+
+def test_three_ranks(three_virtual):
+    three_virtual.run(compare, "int8", 0.0)
+
+
+def count_waits():
+    """Waits of the host in a sum, and the devices' time at which its result and what ran beside it were there."""
+    module, place = device.take()
+    add_wire(dist.group.WORLD, "int8")
+    scheduler, x = scheduler_of(dist.group.WORLD), numbers(40000).to(place)
+    all_reduced(x, "int8")
+    module.set_costs(link_seconds=1.0)
+    torch.accelerator.synchronize()
+    before = module.counts()["host_waits"]
+    ticket = scheduler.all_reduce(x, "sum", wire="int8")
+    begun = torch.Event(place, enable_timing=True)
+    begun.record()
+    y = torch.ones(8, device=place) * 2  # compute under the sum
+    computed = torch.Event(place, enable_timing=True)
+    computed.record()
+    scheduler.wait(ticket)
+    summed = torch.Event(place, enable_timing=True)
+    summed.record()
+    waits = module.counts()["host_waits"] - before
+    torch.accelerator.synchronize()
+    module.set_costs()
+    assert y.cpu().tolist() == [2.0] * 8
+    return waits, begun.elapsed_time(computed), begun.elapsed_time(summed)
+
+
+def test_neither_the_host_nor_compute_waits(two_virtual):
+    """Two shots of a second each: the caller's stream comes to them in its wait, and no earlier."""
+    for waits, compute, whole in two_virtual.run(count_waits):
+        assert waits == 0
+        assert compute < 500
+        assert whole == pytest.approx(2000, rel=0.1)
+
+
+def passed_between_stages(place):
+    """What the second stage was sent, and the gradients that the first one was."""
+    pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), Mesh.of_stages([[1]] * 2)
+    messages = StageMessages(pipeline, mesh, [1], device=place, wire="int8")
+    leaves = [(numbers(300) * (1 + m)).to(place).requires_grad_() for m in range(3)]
+    weights = numbers(300).to(place)
+    received = []
+
+    def forward(part, m, inputs, context):
+        if part == 0:
+            return [2 * leaves[m]]
+        received.append(inputs[0].detach().clone())
+        return [(inputs[0] * weights * (3 + m)).sum()]
+
+    StageRunner(pipeline, mesh.stage, messages).run(forward)
+    found = [each.cpu() for each in (received if mesh.stage else [leaf.grad for leaf in leaves])]
+    messages.close()
+    mesh.destroy()
+    return found
+
+
+def compare_messages():
+    module, place = device.take()
+    expected = passed_between_stages(torch.device("cpu"))
+    module.set_delays(1e-3, 11)
+    found = passed_between_stages(place)
+    module.set_delays(0.0)
+    assert len(found) == 3
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_messages_between_stages_are_those_of_the_cpu(two_virtual):
+    two_virtual.run(compare_messages)
+
+
+def run_stacks():
+    """A step of a stack whose sums are int8, on the CPU and on the device."""
+    module, place = device.take()
+    generator = torch.Generator().manual_seed(7)
+    given = [torch.randn(BATCH, TOKENS, HIDDEN, generator=generator) for _ in range(2)]
+    exact = step(make_stack("cpu").float(), *given)
+    expected = step(make_stack("cpu", wire_dtype="int8").float(), *given)
+    there = make_stack(place, wire_dtype="int8").float()
+    module.set_delays(1e-3, 3)
+    found = [each.cpu() for each in step(there, *on(place, given))]
+    module.set_delays(0.0)
+    assert not torch.equal(exact[0], expected[0])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stack_with_quantised_sums(two_virtual):
+    two_virtual.run(run_stacks)
