@@ -291,6 +291,14 @@ PYBIND11_MODULE(_C, module) {
                  }),
              py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              "A backend for the ranks of one machine, through shared memory; all ranks make it together.");
+  module.def(
+      "register_stream_words",
+      [](const std::string& type, const py::capsule& words) {
+        oases::register_stream_words(c10::Device(type).type(), words.get_pointer<oases::StreamWords>());
+      },
+      py::arg("type"), py::arg("words"),
+      "Let `staged` move tensors of a type of device, by an oases::StreamWords that lives as long as the "
+      "process.");
 
   py::class_<Costs>(module, "ExpertCosts", "Cost model of a layer of experts; see oases.moe.costs.")
       .def(py::init<>())

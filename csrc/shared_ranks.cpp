@@ -11,6 +11,8 @@
 #include <sstream>
 #include <thread>
 
+#include "device_area.h"
+
 namespace oases {
 namespace {
 
@@ -117,6 +119,7 @@ void SharedRanks::lay_out() {
   descriptions_at_ = at, at += 2 * size_ * description_stride_;
   channels_at_ = at = round_up(at, 4096), at += size_ * size_ * static_cast<int64_t>(sizeof(Channel));
   slots_at_ = at = round_up(at, 4096), at += 2 * (size_ + 1) * slot_bytes_;
+  device_area_at_ = at = round_up(at, 4096), at += DeviceArea::bytes_for(size_);
   bytes_ = at;
 }
 
@@ -327,9 +330,13 @@ std::string SharedRanks::missing() const {
   return ranks;
 }
 
+std::string SharedRanks::broken() const {
+  return control().broken.load(std::memory_order_acquire) == kBroken ? control().reason : "";
+}
+
 void SharedRanks::check_whole() const {
-  if (control().broken.load(std::memory_order_acquire) == kBroken)
-    TORCH_CHECK_WITH(DistBackendError, false, control().reason);
+  const std::string why = broken();
+  TORCH_CHECK_WITH(DistBackendError, why.empty(), why);
 }
 
 void SharedRanks::break_group(const std::string& reason) {

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "descriptions.h"
 #include "shared_memory.h"
 
 namespace oases {
@@ -48,13 +49,6 @@ struct Patience {
   std::chrono::steady_clock::time_point end;
 };
 
-// What a rank is about to do, for the others to compare; followed by bytes sent to and received from each rank, and the
-// addresses of what is sent. left: collectives that follow in the same call.
-struct Description {
-  int32_t collective, type, reduce, root;
-  int64_t bytes, left = 0;
-};
-
 class SharedRanks {
  public:
   // Collective; raises ValueError where ranks are on several machines, DistBackendError where one ends or is missing.
@@ -75,7 +69,8 @@ class SharedRanks {
 
   std::byte* slot(int rank, uint32_t step) const;
   std::byte* result(uint32_t step) const;
-  // The description and counts of a rank's collective number `turn`.
+  // The description of a rank's collective number `turn`; and after it bytes sent to and received from each rank, and
+  // the addresses of what is sent.
   Description* description(int rank, uint32_t turn) const;
   int64_t* counts(int rank, uint32_t turn) const;
 
@@ -88,9 +83,14 @@ class SharedRanks {
   std::byte* channel(int from, int to) const;
   Bell& mail_bell(int rank) const;
 
+  // Memory for tensors of devices (device_area.h).
+  std::byte* device_area() const { return memory_.get() + device_area_at_; }
+
   // Why a rank will never act again, or "".
   std::string gone(int rank) const;
-  // Raises DistBackendError where the group was given up.
+  // Why the group was given up, or "".
+  std::string broken() const;
+  // Raises DistBackendError where it was.
   void check_whole() const;
   // Ends every wait of all ranks, with this reason unless another one was given before.
   void break_group(const std::string& reason);
@@ -112,7 +112,7 @@ class SharedRanks {
   const int rank_, size_;
   const int spins_;
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
-  int64_t slots_at_ = 0, bytes_ = 0;
+  int64_t slots_at_ = 0, device_area_at_ = 0, bytes_ = 0;
   uint32_t step_ = 0;
   bool read_others_ = false;
   std::vector<Process> processes_;

@@ -1,38 +1,16 @@
 #include "sim_backend.h"
 
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
 
+#include "device_work.h"
 #include "kernels.h"
 
 namespace oases {
 namespace {
-
-// A collective on a stream: a wait makes the current stream wait, never the host.
-class DeviceWork : public c10d::Work {
- public:
-  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, c10::Event done)
-      : Work(rank, type), outputs_(std::move(outputs)), done_(std::move(done)) {}
-
-  bool isCompleted() override { return done_.query(); }
-  bool isSuccess() const override { return done_.query(); }
-  bool wait(std::chrono::milliseconds) override {
-    const c10::Device device = outputs_.front().device();
-    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    return true;
-  }
-  void synchronize() override { wait(kNoTimeout); }
-  std::vector<at::Tensor> result() override { return outputs_; }
-
- private:
-  std::vector<at::Tensor> outputs_;
-  c10::Event done_;
-};
 
 // Keeps a stream busy for so long.
 void occupy(double seconds, const c10::Stream& stream) {
@@ -91,7 +69,8 @@ SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds
   const c10::impl::VirtualGuardImpl impl(device.type());
   if (!device_link_) device_link_ = impl.getNewStream(device, -1);  // high priority, like NCCL's
   const c10::Stream link = *device_link_;
-  c10::Event ready(device.type()), done(device.type());
+  c10::Event ready(device.type());
+  const auto done = std::make_shared<c10::Event>(device.type());
   ready.record(impl.getStream(device));
   ready.block(link);
   occupy(seconds, link);
@@ -99,8 +78,8 @@ SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds
     const c10::StreamGuard on_link(link);
     start()->wait();
   }
-  done.record(link);
-  return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), std::move(done));
+  done->record(link);
+  return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), device, done);
 }
 
 // Bytes of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.

@@ -1,5 +1,6 @@
 #include "staged_backend.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "staged_tensors.h"
@@ -34,15 +35,34 @@ std::chrono::milliseconds StagedBackend::timeout_or_default(std::chrono::millise
   return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
 }
 
+StagedStreams& StagedBackend::streams(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!streams_) streams_ = std::make_unique<StagedStreams>(ranks_, device);
+  TORCH_CHECK_VALUE(streams_->device() == device, "staged: rank ", getRank(), " gave this group a tensor on ",
+                    streams_->device(), " before, and now one on ", device,
+                    "; keep to one device, or make a group for each");
+  return *streams_;
+}
+
 StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
-                                           std::function<void(const Patience&)> run) {
+                                           const Tensors& used, Run run) {
+  const auto found =
+      std::find_if(used.begin(), used.end(), [](const auto& tensor) { return !tensor.is_cpu(); });
+  if (found != used.end()) {
+    StagedStreams& by = streams(found->device());
+    const Patience patience(name, timeout_or_default(how.timeout));
+    return by.queue(type, std::move(outputs), used, patience, [&] {
+      for (const auto& tensor : used) check_on_device(name, tensor, by.device());
+      run(by, patience);
+    });
+  }
   auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
   const auto job = [run = std::move(run), name, timeout = timeout_or_default(how.timeout), this] {
     ranks_->check_whole();
     const Patience patience(name, timeout);
     const uint32_t turn = collectives_.turn();
     try {
-      run(patience);
+      run(collectives_, patience);
     } catch (const std::exception& error) {
       if (collectives_.turn() != turn) throw;
       // The other ranks join: left out, this call would pair their next one with this rank's.
@@ -102,35 +122,37 @@ void StagedBackend::check_root(const char* name, int64_t root) const {
 }
 
 StagedBackend::Work StagedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return enqueue(c10d::OpType::BROADCAST, "broadcast", How(options), tensors,
-                 [this, tensors, root = options.rootRank](const Patience& patience) {
-                   check_one("broadcast", tensors.size());
-                   check_dense("broadcast", tensors[0]);
-                   check_root("broadcast", root);
-                   collectives_.broadcast(data_of(tensors[0]), size_of(tensors[0]), tensors[0].scalar_type(),
-                                          static_cast<int>(root), patience);
-                 });
+  return enqueue(
+      c10d::OpType::BROADCAST, "broadcast", How(options), tensors, tensors,
+      [this, tensors, root = options.rootRank](Collectives& collectives, const Patience& patience) {
+        check_one("broadcast", tensors.size());
+        check_dense("broadcast", tensors[0]);
+        check_root("broadcast", root);
+        collectives.broadcast(data_of(tensors[0]), size_of(tensors[0]), tensors[0].scalar_type(),
+                              static_cast<int>(root), patience);
+      });
 }
 
-void StagedBackend::reduce_all(const char* name, const Tensors& tensors, ReduceType reduce, int64_t root,
-                               const Patience& patience) {
+void StagedBackend::reduce_all(Collectives& collectives, const char* name, const Tensors& tensors,
+                               ReduceType reduce, int64_t root, const Patience& patience) {
   for (const auto& tensor : tensors) {
     check_dense(name, tensor);
     check_reduction(name, tensor.scalar_type(), reduce);
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    collectives_.followed_by(static_cast<int64_t>(tensors.size() - 1 - i));
-    collectives_.all_reduce(data_of(tensors[i]), tensors[i].numel(), tensors[i].scalar_type(), reduce,
-                            static_cast<int>(root), patience);
+    collectives.followed_by(static_cast<int64_t>(tensors.size() - 1 - i));
+    collectives.all_reduce(data_of(tensors[i]), tensors[i].numel(), tensors[i].scalar_type(), reduce,
+                           static_cast<int>(root), patience);
   }
 }
 
 StagedBackend::Work StagedBackend::allreduce_coalesced(Tensors& tensors,
                                                        const c10d::AllreduceCoalescedOptions& options) {
-  return enqueue(c10d::OpType::ALLREDUCE, "all_reduce", How(options), tensors,
-                 [this, tensors, reduce = options.reduceOp](const Patience& patience) {
-                   reduce_all("all_reduce", tensors, reduce, -1, patience);
-                 });
+  return enqueue(
+      c10d::OpType::ALLREDUCE, "all_reduce", How(options), tensors, tensors,
+      [this, tensors, reduce = options.reduceOp](Collectives& collectives, const Patience& patience) {
+        reduce_all(collectives, "all_reduce", tensors, reduce, -1, patience);
+      });
 }
 
 StagedBackend::Work StagedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -138,46 +160,47 @@ StagedBackend::Work StagedBackend::allreduce(Tensors& tensors, const c10d::Allre
 }
 
 StagedBackend::Work StagedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return enqueue(
-      c10d::OpType::REDUCE, "reduce", How(options), tensors,
-      [this, tensors, reduce = options.reduceOp, root = options.rootRank](const Patience& patience) {
-        check_one("reduce", tensors.size());
-        check_root("reduce", root);
-        reduce_all("reduce", tensors, reduce, root, patience);
-      });
+  return enqueue(c10d::OpType::REDUCE, "reduce", How(options), tensors, tensors,
+                 [this, tensors, reduce = options.reduceOp, root = options.rootRank](
+                     Collectives& collectives, const Patience& patience) {
+                   check_one("reduce", tensors.size());
+                   check_root("reduce", root);
+                   reduce_all(collectives, "reduce", tensors, reduce, root, patience);
+                 });
 }
 
-void StagedBackend::gather_tensors(const char* name, const Tensors& targets, const Tensors& inputs, int root,
-                                   const Patience& patience) {
+void StagedBackend::gather_tensors(Collectives& collectives, const char* name, const Tensors& targets,
+                                   const Tensors& inputs, int root, const Patience& patience) {
   check_one(name, inputs.size());
-  check_on_cpu(name, inputs[0]);
+  check_layout(name, inputs[0]);
   for (const auto& target : targets) check_alike(name, target, inputs[0]);
-  const at::Tensor from = inputs[0].contiguous();
+  const Tensors from = contiguous(inputs, true);
   const Tensors to = contiguous(targets, false);
-  collectives_.all_gather(data_of(from), pointers_of<Targets>(to), size_of(from), from.scalar_type(), root,
-                          patience);
+  collectives.all_gather(data_of(from[0]), pointers_of<Targets>(to), size_of(from[0]), from[0].scalar_type(),
+                         root, patience);
   bring_back(to, targets);
 }
 
 StagedBackend::Work StagedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& options) {
   const Tensors targets = first_of(outputs);
-  return enqueue(c10d::OpType::ALLGATHER, "all_gather", How(options), targets,
-                 [this, targets, inputs](const Patience& patience) {
+  return enqueue(c10d::OpType::ALLGATHER, "all_gather", How(options), targets, joined(targets, inputs),
+                 [this, targets, inputs](Collectives& collectives, const Patience& patience) {
                    check_count("all_gather", "outputs", targets.size(), getSize());
-                   gather_tensors("all_gather", targets, inputs, -1, patience);
+                   gather_tensors(collectives, "all_gather", targets, inputs, -1, patience);
                  });
 }
 
 StagedBackend::Work StagedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::GatherOptions& options) {
   const Tensors targets = first_of(outputs);
-  return enqueue(c10d::OpType::GATHER, "gather", How(options), targets,
-                 [this, targets, inputs, root = options.rootRank](const Patience& patience) {
-                   check_root("gather", root);
-                   check_count("gather", "outputs", targets.size(), root == getRank() ? getSize() : 0);
-                   gather_tensors("gather", targets, inputs, static_cast<int>(root), patience);
-                 });
+  return enqueue(
+      c10d::OpType::GATHER, "gather", How(options), targets, joined(targets, inputs),
+      [this, targets, inputs, root = options.rootRank](Collectives& collectives, const Patience& patience) {
+        check_root("gather", root);
+        check_count("gather", "outputs", targets.size(), root == getRank() ? getSize() : 0);
+        gather_tensors(collectives, "gather", targets, inputs, static_cast<int>(root), patience);
+      });
 }
 
 StagedBackend::Work StagedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -188,51 +211,52 @@ StagedBackend::Work StagedBackend::_allgather_base(at::Tensor& output, at::Tenso
 
 StagedBackend::Work StagedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                    const c10d::AllgatherOptions& options) {
-  return enqueue(c10d::OpType::_ALLGATHER_BASE, "all_gather", How(options), outputs,
-                 [this, outputs, inputs](const Patience& patience) {
+  return enqueue(c10d::OpType::_ALLGATHER_BASE, "all_gather", How(options), outputs, joined(outputs, inputs),
+                 [this, outputs, inputs](Collectives& collectives, const Patience& patience) {
                    check_count("all_gather", "inputs", inputs.size(), static_cast<int64_t>(outputs.size()));
                    for (size_t i = 0; i < inputs.size(); ++i)
                      check_parts("all_gather", outputs[i], inputs[i], getSize());
                    for (size_t i = 0; i < inputs.size(); ++i) {
-                     collectives_.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
-                     collectives_.all_gather(data_of(inputs[i]), parts_of<Targets>(outputs[i], getSize()),
-                                             size_of(inputs[i]), inputs[i].scalar_type(), -1, patience);
+                     collectives.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
+                     collectives.all_gather(data_of(inputs[i]), parts_of<Targets>(outputs[i], getSize()),
+                                            size_of(inputs[i]), inputs[i].scalar_type(), -1, patience);
                    }
                  });
 }
 
 StagedBackend::Work StagedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                            const c10d::ScatterOptions& options) {
-  return enqueue(
-      c10d::OpType::SCATTER, "scatter", How(options), outputs,
-      [this, sources = first_of(inputs), outputs, root = options.rootRank](const Patience& patience) {
-        check_one("scatter", outputs.size());
-        check_on_cpu("scatter", outputs[0]);
-        check_root("scatter", root);
-        check_count("scatter", "inputs", sources.size(), root == getRank() ? getSize() : 0);
-        for (const auto& source : sources) check_alike("scatter", source, outputs[0]);
-        const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
-        collectives_.scatter(pointers_of<Sources>(from), data_of(to[0]), size_of(to[0]), to[0].scalar_type(),
-                             static_cast<int>(root), patience);
-        bring_back(to, outputs);
-      });
+  return enqueue(c10d::OpType::SCATTER, "scatter", How(options), outputs, joined(outputs, first_of(inputs)),
+                 [this, sources = first_of(inputs), outputs, root = options.rootRank](
+                     Collectives& collectives, const Patience& patience) {
+                   check_one("scatter", outputs.size());
+                   check_layout("scatter", outputs[0]);
+                   check_root("scatter", root);
+                   check_count("scatter", "inputs", sources.size(), root == getRank() ? getSize() : 0);
+                   for (const auto& source : sources) check_alike("scatter", source, outputs[0]);
+                   const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
+                   collectives.scatter(pointers_of<Sources>(from), data_of(to[0]), size_of(to[0]),
+                                       to[0].scalar_type(), static_cast<int>(root), patience);
+                   bring_back(to, outputs);
+                 });
 }
 
 StagedBackend::Work StagedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                   const c10d::ReduceScatterOptions& options) {
-  return enqueue(
-      c10d::OpType::REDUCE_SCATTER, "reduce_scatter", How(options), outputs,
-      [this, sources = first_of(inputs), outputs, reduce = options.reduceOp](const Patience& patience) {
-        check_one("reduce_scatter", outputs.size());
-        check_on_cpu("reduce_scatter", outputs[0]);
-        check_reduction("reduce_scatter", outputs[0].scalar_type(), reduce);
-        check_count("reduce_scatter", "inputs", sources.size(), getSize());
-        for (const auto& source : sources) check_alike("reduce_scatter", source, outputs[0]);
-        const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
-        collectives_.reduce_scatter(pointers_of<Sources>(from), data_of(to[0]), to[0].numel(),
-                                    to[0].scalar_type(), reduce, patience);
-        bring_back(to, outputs);
-      });
+  return enqueue(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", How(options), outputs,
+                 joined(outputs, first_of(inputs)),
+                 [this, sources = first_of(inputs), outputs, reduce = options.reduceOp](
+                     Collectives& collectives, const Patience& patience) {
+                   check_one("reduce_scatter", outputs.size());
+                   check_layout("reduce_scatter", outputs[0]);
+                   check_reduction("reduce_scatter", outputs[0].scalar_type(), reduce);
+                   check_count("reduce_scatter", "inputs", sources.size(), getSize());
+                   for (const auto& source : sources) check_alike("reduce_scatter", source, outputs[0]);
+                   const Tensors from = contiguous(sources, true), to = contiguous(outputs, false);
+                   collectives.reduce_scatter(pointers_of<Sources>(from), data_of(to[0]), to[0].numel(),
+                                              to[0].scalar_type(), reduce, patience);
+                   bring_back(to, outputs);
+                 });
 }
 
 StagedBackend::Work StagedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -244,17 +268,17 @@ StagedBackend::Work StagedBackend::_reduce_scatter_base(at::Tensor& output, at::
 StagedBackend::Work StagedBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   return enqueue(
-      c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", How(options), outputs,
-      [this, outputs, inputs, reduce = options.reduceOp](const Patience& patience) {
+      c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", How(options), outputs, joined(outputs, inputs),
+      [this, outputs, inputs, reduce = options.reduceOp](Collectives& collectives, const Patience& patience) {
         check_count("reduce_scatter", "inputs", inputs.size(), static_cast<int64_t>(outputs.size()));
         for (size_t i = 0; i < inputs.size(); ++i) {
           check_parts("reduce_scatter", inputs[i], outputs[i], getSize());
           check_reduction("reduce_scatter", outputs[i].scalar_type(), reduce);
         }
         for (size_t i = 0; i < inputs.size(); ++i) {
-          collectives_.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
-          collectives_.reduce_scatter(parts_of<Sources>(inputs[i], getSize()), data_of(outputs[i]),
-                                      outputs[i].numel(), outputs[i].scalar_type(), reduce, patience);
+          collectives.followed_by(static_cast<int64_t>(inputs.size() - 1 - i));
+          collectives.reduce_scatter(parts_of<Sources>(inputs[i], getSize()), data_of(outputs[i]),
+                                     outputs[i].numel(), outputs[i].scalar_type(), reduce, patience);
         }
       });
 }
@@ -278,48 +302,48 @@ StagedBackend::Work StagedBackend::alltoall_base(at::Tensor& output, at::Tensor&
                                                  std::vector<int64_t>& output_splits,
                                                  std::vector<int64_t>& input_splits,
                                                  const c10d::AllToAllOptions& options) {
-  return enqueue(c10d::OpType::ALLTOALL_BASE, "all_to_all", How(options), {output},
-                 [this, output, input, output_splits, input_splits](const Patience& patience) {
-                   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(),
-                                     "all_to_all: the output is ", output.scalar_type(), ", the input ",
-                                     input.scalar_type());
-                   const auto received = bytes_of_parts("output", output, output_splits);
-                   const auto sent = bytes_of_parts("input", input, input_splits);
-                   Sources sources;
-                   Targets targets;
-                   std::byte *from = data_of(input), *to = data_of(output);
-                   for (int rank = 0; rank < getSize(); ++rank) {
-                     sources.push_back(from), targets.push_back(to);
-                     from += sent[rank], to += received[rank];
-                   }
-                   collectives_.all_to_all(sources, sent, targets, received, input.scalar_type(), patience);
-                 });
+  return enqueue(
+      c10d::OpType::ALLTOALL_BASE, "all_to_all", How(options), {output}, {output, input},
+      [this, output, input, output_splits, input_splits](Collectives& collectives, const Patience& patience) {
+        TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ",
+                          output.scalar_type(), ", the input ", input.scalar_type());
+        const auto received = bytes_of_parts("output", output, output_splits);
+        const auto sent = bytes_of_parts("input", input, input_splits);
+        Sources sources;
+        Targets targets;
+        std::byte *from = data_of(input), *to = data_of(output);
+        for (int rank = 0; rank < getSize(); ++rank) {
+          sources.push_back(from), targets.push_back(to);
+          from += sent[rank], to += received[rank];
+        }
+        collectives.all_to_all(sources, sent, targets, received, input.scalar_type(), patience);
+      });
 }
 
 StagedBackend::Work StagedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                             const c10d::AllToAllOptions& options) {
-  return enqueue(c10d::OpType::ALLTOALL, "all_to_all", How(options), outputs,
-                 [this, outputs, inputs](const Patience& patience) {
+  return enqueue(c10d::OpType::ALLTOALL, "all_to_all", How(options), outputs, joined(outputs, inputs),
+                 [this, outputs, inputs](Collectives& collectives, const Patience& patience) {
                    check_count("all_to_all", "outputs", outputs.size(), getSize());
                    check_count("all_to_all", "inputs", inputs.size(), getSize());
                    std::vector<int64_t> sent, received;
                    for (int rank = 0; rank < getSize(); ++rank) {
-                     check_on_cpu("all_to_all", inputs[rank]), check_on_cpu("all_to_all", outputs[rank]);
+                     check_layout("all_to_all", inputs[rank]), check_layout("all_to_all", outputs[rank]);
                      TORCH_CHECK_VALUE(inputs[rank].scalar_type() == inputs[0].scalar_type() &&
                                            outputs[rank].scalar_type() == inputs[0].scalar_type(),
                                        "all_to_all: tensors of several types; give one");
                      sent.push_back(size_of(inputs[rank])), received.push_back(size_of(outputs[rank]));
                    }
                    const Tensors from = contiguous(inputs, true), to = contiguous(outputs, false);
-                   collectives_.all_to_all(pointers_of<Sources>(from), sent, pointers_of<Targets>(to),
-                                           received, inputs[0].scalar_type(), patience);
+                   collectives.all_to_all(pointers_of<Sources>(from), sent, pointers_of<Targets>(to),
+                                          received, inputs[0].scalar_type(), patience);
                    bring_back(to, outputs);
                  });
 }
 
 StagedBackend::Work StagedBackend::barrier(const c10d::BarrierOptions& options) {
-  return enqueue(c10d::OpType::BARRIER, "barrier", How(options), {},
-                 [this](const Patience& patience) { collectives_.barrier(patience); });
+  return enqueue(c10d::OpType::BARRIER, "barrier", How(options), {}, {},
+                 [this](Collectives&, const Patience& patience) { collectives_.barrier(patience); });
 }
 
 StagedMail& StagedBackend::mail() {
@@ -330,19 +354,19 @@ StagedMail& StagedBackend::mail() {
 
 StagedBackend::Work StagedBackend::send(Tensors& tensors, int to, int tag) {
   check_one("send", tensors.size());
-  check_dense("send", tensors.front());
+  check_message("send", tensors.front());
   return mail().send(tensors.front(), to, tag, timeout_);
 }
 
 StagedBackend::Work StagedBackend::recv(Tensors& tensors, int from, int tag) {
   check_one("recv", tensors.size());
-  check_dense("recv", tensors.front());
+  check_message("recv", tensors.front());
   return mail().receive(tensors.front(), from, tag, timeout_);
 }
 
 StagedBackend::Work StagedBackend::recvAnysource(Tensors& tensors, int tag) {
   check_one("recv", tensors.size());
-  check_dense("recv", tensors.front());
+  check_message("recv", tensors.front());
   return mail().receive(tensors.front(), StagedMail::kAnyRank, tag, timeout_);
 }
 

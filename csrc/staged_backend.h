@@ -1,4 +1,4 @@
-// `staged`: a c10d backend for ranks of one machine, through memory that they share instead of sockets. CPU tensors.
+// `staged`: a c10d backend for ranks of one machine, through memory that they share instead of sockets.
 #pragma once
 
 #include <condition_variable>
@@ -12,13 +12,15 @@
 #include "local_work.h"
 #include "staged_collectives.h"
 #include "staged_mail.h"
+#include "staged_streams.h"
 
 namespace oases {
 
-// Collectives run in the order of the calls: on a thread of the backend, or, where the caller waits anyway and nothing
-// is queued, on the caller's. Arguments are checked there: a call that is wrong on one rank is an error on all, raised
-// by the wait. A rank that ends, leaves or times out ends the waits of all others with a
-// DistBackendError that names it, and the group is of no use after that.
+// Collectives of CPU tensors run in the order of the calls: on a thread of the backend, or, where the caller waits anyway
+// and nothing is queued, on the caller's. Arguments are checked there: a call that is wrong on one rank is an error on
+// all, raised by the wait. Those of tensors of a device are queued on streams by the call, which checks them
+// (staged_streams.h). A rank that ends, leaves or times out ends the waits of all others with a DistBackendError that
+// names it, and the group is of no use after that.
 class StagedBackend : public c10d::Backend {
  public:
   // Collective. timeout: of operations that are given none.
@@ -72,17 +74,19 @@ class StagedBackend : public c10d::Backend {
     std::chrono::milliseconds timeout;
     bool async;
   };
-  Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
-               std::function<void(const Patience&)> run);
+  using Run = std::function<void(Collectives&, const Patience&)>;
+  // used: all tensors, of which those of a device decide how it runs.
+  Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs, const Tensors& used, Run run);
+  StagedStreams& streams(c10::Device device);
   void serve();
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   StagedMail& mail();
   void check_root(const char* name, int64_t root) const;
   // What follows checks its arguments; name: of the collective in errors. root: the only rank to get the result, or -1.
-  void reduce_all(const char* name, const Tensors& tensors, ReduceType reduce, int64_t root,
-                  const Patience& patience);
-  void gather_tensors(const char* name, const Tensors& targets, const Tensors& inputs, int root,
-                      const Patience& patience);
+  static void reduce_all(Collectives& collectives, const char* name, const Tensors& tensors,
+                         ReduceType reduce, int64_t root, const Patience& patience);
+  static void gather_tensors(Collectives& collectives, const char* name, const Tensors& targets,
+                             const Tensors& inputs, int root, const Patience& patience);
   std::vector<int64_t> bytes_of_parts(const char* what, const at::Tensor& tensor,
                                       const std::vector<int64_t>& splits) const;
 
@@ -93,8 +97,9 @@ class StagedBackend : public c10d::Backend {
   std::condition_variable changed_;
   std::deque<Job> queue_;
   bool busy_ = false, closing_ = false;
-  std::unique_ptr<StagedMail> mail_;  // from the first message on
-  std::thread thread_;                // last member: the thread reads the others
+  std::unique_ptr<StagedMail> mail_;        // from the first message on
+  std::unique_ptr<StagedStreams> streams_;  // from the first collective of a device on
+  std::thread thread_;                      // last member: the thread reads the others
 };
 
 }  // namespace oases

@@ -68,29 +68,14 @@ class StagedCollectives::Call {
   SharedRanks& ranks;
 
  private:
-  std::string text(int rank) const {
-    constexpr const char* kNames[] = {"all_reduce", "reduce",  "reduce_scatter", "all_gather", "gather",
-                                      "all_to_all", "scatter", "broadcast",      "barrier"};
-    const Description& asked = *ranks.description(rank, turn_);
-    std::string text = c10::str("rank ", rank, " calls ", kNames[asked.collective]);
-    if (asked.collective == kBarrier) return text;
-    text += c10::str(" with ", at::ScalarType(asked.type));
-    if (asked.collective != kAllToAll) text += c10::str(" of ", asked.bytes, " bytes");
-    if (asked.root >= 0) text += c10::str(" and root ", asked.root);
-    if (asked.reduce >= 0) text += c10::str(" by ", reduction_name(ReduceType(asked.reduce)));
-    if (asked.left > 0) text += c10::str(", and ", asked.left, " more");
-    return text;
-  }
-
   void compare() const {
     for (int rank = 0; rank < ranks.size(); ++rank)
       TORCH_CHECK_VALUE(ranks.description(rank, turn_)->collective != kRefused, "rank ", rank,
                         " was refused its call: ", reinterpret_cast<const char*>(written_by(rank)));
     const Description& first = *ranks.description(0, turn_);
     for (int rank = 1; rank < ranks.size(); ++rank)
-      TORCH_CHECK_VALUE(std::memcmp(ranks.description(rank, turn_), &first, sizeof first) == 0,
-                        "ranks do not call the same collective: ", text(0), ", ", text(rank),
-                        "; call it with the same sizes and types on all ranks of the group");
+      TORCH_CHECK_VALUE(alike(*ranks.description(rank, turn_), first),
+                        difference(first, 0, *ranks.description(rank, turn_), rank));
     if (first.collective != kAllToAll) return;
     for (int from = 0; from < ranks.size(); ++from)
       for (int to = 0; to < ranks.size(); ++to)

@@ -230,12 +230,8 @@ void StagedMail::fail(Message& message, const std::string& why) {
 }
 
 std::string StagedMail::why_lost(const Message& message, bool sends) const {
-  try {
-    ranks_->check_whole();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  std::string why;
+  std::string why = ranks_->broken();
+  if (!why.empty()) return why;
   if (message.rank != kAnyRank) {
     why = ranks_->gone(message.rank);
   } else {

@@ -7,22 +7,32 @@
 
 namespace oases::staged {
 
-inline void check_on_cpu(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.layout() == at::kStrided, name,
-                    " over shared memory takes dense CPU tensors, got one on ", tensor.device(),
-                    " of layout ", tensor.layout(),
-                    "; give other tensors to another backend, e.g. \"cpu:staged,cuda:nccl\"");
+inline void check_layout(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name,
+                    " over shared memory takes dense tensors, got one on ", tensor.device(), " of layout ",
+                    tensor.layout(), "; call .to_dense() first");
+}
+
+inline void check_on_device(const char* name, const at::Tensor& tensor, c10::Device device) {
+  TORCH_CHECK_VALUE(tensor.device() == device, name, ": tensors of ", device, " and ", tensor.device(),
+                    "; give all on one device");
 }
 
 // Of a tensor that is used as it lies in memory.
 inline void check_dense(const char* name, const at::Tensor& tensor) {
-  check_on_cpu(name, tensor);
+  check_layout(name, tensor);
   TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), name, ": the tensor of shape ", tensor.sizes(),
                     " and strides ", tensor.strides(), " has gaps; call .contiguous() first");
 }
 
+inline void check_message(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), "staged has no ", name, " of tensors of a device, got one on ",
+                    tensor.device(), "; give them to another backend, e.g. \"cuda:nccl\"");
+  check_dense(name, tensor);
+}
+
 inline void check_contiguous(const char* name, const at::Tensor& tensor) {
-  check_on_cpu(name, tensor);
+  check_layout(name, tensor);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": the tensor of shape ", tensor.sizes(), " and strides ",
                     tensor.strides(), " is not contiguous; call .contiguous() first");
 }
@@ -37,7 +47,7 @@ inline void check_count(const char* name, const char* what, size_t tensors, int6
 }
 
 inline void check_alike(const char* name, const at::Tensor& tensor, const at::Tensor& other) {
-  check_on_cpu(name, tensor);
+  check_layout(name, tensor);
   TORCH_CHECK_VALUE(tensor.scalar_type() == other.scalar_type() && tensor.numel() == other.numel(), name,
                     ": tensors differ: ", tensor.scalar_type(), " of shape ", tensor.sizes(), ", and ",
                     other.scalar_type(), " of shape ", other.sizes(), "; give equal types and sizes");
@@ -58,9 +68,18 @@ inline std::vector<at::Tensor> first_of(const std::vector<std::vector<at::Tensor
 inline std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 inline int64_t size_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-// Contiguous memory that stands for `tensors` while it lives: theirs where it is so already.
+inline std::vector<at::Tensor> joined(std::vector<at::Tensor> tensors,
+                                      const std::vector<at::Tensor>& others) {
+  tensors.insert(tensors.end(), others.begin(), others.end());
+  return tensors;
+}
+
+// Contiguous memory that stands for `tensors` while it lives: theirs where it is so already, as on a device, whose
+// streams use it later.
 inline std::vector<at::Tensor> contiguous(const std::vector<at::Tensor>& tensors, bool filled) {
   std::vector<at::Tensor> all;
+  for (const auto& tensor : tensors)
+    if (!tensor.is_cpu()) check_contiguous("staged", tensor);
   for (const auto& tensor : tensors)
     all.push_back(tensor.is_contiguous() ? tensor
                   : filled               ? tensor.contiguous()

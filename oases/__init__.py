@@ -108,7 +108,6 @@ def _register_backends() -> None:
 
     torch calls this at the end of its own import, where oases is installed (pyproject.toml).
     """
-    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or "staged" in dist.Backend.backend_list:
@@ -117,21 +116,9 @@ def _register_backends() -> None:
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         from oases.extension import staged_backend
 
-        # torch makes a group's backends one by one, and prefixes their keys by the type of device.
-        key = f"staged/device/{rank}"
-        store.set(key, "")
-        devices = ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
-        outer = store.underlying_store if isinstance(store, dist.PrefixStore) else store
-        found = [device for device in devices if outer.check([f"{device}//{key}"])]
-        store.delete_key(key)
-        if found:
-            raise ValueError(
-                f"staged moves CPU tensors, got {found[0]}:staged; give tensors there to another backend, e.g. "
-                '"cpu:staged,cuda:nccl"'
-            )
         return staged_backend(store, rank, size, timeout)
 
-    dist.Backend.register_backend("staged", create, devices=["cpu"])
+    dist.Backend.register_backend("staged", create, devices=["cpu", "cuda"])
 
 
 if "torch" in sys.modules:

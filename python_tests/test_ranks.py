@@ -27,6 +27,7 @@ from rank_programs import (
 
 from oases.errors import UsageError
 from oases.launch.ranks import RankOptions, _join, run_ranks
+from oases.testbed import Backend
 
 
 @pytest.fixture
@@ -209,3 +210,16 @@ def test_ranks_that_do_not_come_together_say_why(monkeypatch, rank, address, tak
             monkeypatch.delenv("MASTER_ADDR")
         with pytest.raises(UsageError, match=message):
             _join(RankOptions(2, timeout_seconds=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "index"), [("staged", True, 1), ("staged", False, None), ("gloo", False, None)]
+)
+def test_ranks_of_staged_may_share_a_gpu(monkeypatch, name, cuda, index):
+    taken, started = [], []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: started.append(backend))
+    _join(RankOptions(4, Backend(name, cuda=cuda)), 3)
+    assert taken == ([] if index is None else [index])
+    assert started == [name]

@@ -138,7 +138,7 @@ def test_wrong_calls_are_errors_on_all_ranks(two_ranks):
     assert "root 0, rank 1 calls broadcast with Float of 12 bytes and root 1" in roots
     assert "all_reduce by BAND is not available for Float" in operation
     assert "has gaps; call .contiguous() first" in gaps
-    assert "takes dense CPU tensors, got one on cpu of layout Sparse" in layout
+    assert "takes dense tensors, got one on cpu of layout Sparse" in layout
     for refused, why in (
         (on_one, "has gaps"),
         (parts, "is not 2 times"),

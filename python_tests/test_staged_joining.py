@@ -68,18 +68,6 @@ def test_a_rank_that_gives_up_tells_the_others():
     assert said == ["staged: timed out after 300 ms waiting for rank 2 to join"] * 2
 
 
-def test_gpu_tensors_are_refused_when_the_group_is_made(two_ranks):
-    for said in two_ranks.run(made_for_gpus):
-        assert said.startswith("staged moves CPU tensors, got cuda:staged; give tensors there to another backend")
-
-
-def made_for_gpus() -> str:
-    dist.new_group(backend="cpu:staged")
-    with pytest.raises(ValueError, match="cuda:staged") as caught:
-        dist.new_group(backend="cpu:gloo,cuda:staged")
-    return str(caught.value)
-
-
 def memory_files() -> list[str]:
     """This process's files under /proc that are memory of the backend."""
     links = []

@@ -3,6 +3,7 @@
 
 #include "autocast.h"
 #include "backend.h"
+#include "words.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
@@ -13,6 +14,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
                return c10::make_intrusive<Backend>(gloo);
              });
+  module.def("stream_words", [] { return py::capsule(static_cast<oases::StreamWords*>(new Words())); });
   module.def("default_generator",
              [](int device) { return Generator::of(static_cast<c10::DeviceIndex>(device)); });
   module.def(
@@ -33,6 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return std::map<std::string, int64_t>{{"events", counts.events},
                                           {"blocks", counts.blocks},
                                           {"bytes", counts.bytes},
-                                          {"host_waits", counts.host_waits}};
+                                          {"host_waits", counts.host_waits},
+                                          {"pinned", static_cast<int64_t>(Pinned::instance().added())}};
   });
 }

@@ -13,9 +13,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <unordered_set>
-
 #include "memory.h"
+#include "pinned.h"
 
 namespace virtual_device {
 
@@ -63,40 +62,6 @@ class Generator final : public c10::GeneratorImpl {
     return copy;
   }
   uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
-};
-
-// Memory of the host that a device can copy from while the host goes on.
-class Pinned final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    void* const data = std::malloc(std::max<size_t>(bytes, 1));
-    const std::lock_guard lock(mutex_);
-    all_.insert(data);
-    return {data, data, &released, at::kCPU};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &released; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-  bool has(const void* data) {
-    const std::lock_guard lock(mutex_);
-    return all_.count(data) > 0;
-  }
-  static Pinned& instance() {
-    static auto* const made = new Pinned();
-    return *made;
-  }
-
- private:
-  static void released(void* data) {
-    {
-      const std::lock_guard lock(instance().mutex_);
-      instance().all_.erase(data);
-    }
-    std::free(data);
-  }
-  std::mutex mutex_;
-  std::unordered_set<const void*> all_;
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {

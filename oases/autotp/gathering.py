@@ -201,9 +201,10 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
-    """Device that a tensor's bytes are sent from: its own where the group has a backend for it, gloo aside."""
+    """Device that a tensor's bytes are sent from: its own where the group has a backend that sends from there."""
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    return tensor.device if backends.get(tensor.device.type, "gloo") != "gloo" else torch.device("cpu")
+    sends = backends.get(tensor.device.type, "gloo") not in ("gloo", "staged")
+    return tensor.device if sends else torch.device("cpu")
 
 
 INITIALISED = "_is_hf_initialized"

@@ -254,8 +254,8 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
     backend = Backend.parse(options.backend)
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
-    if backend.name == "staged" and device != "cpu":
-        raise UsageError(f"backend staged moves CPU tensors, got --device {device}; use nccl there")
+    if backend.name in ("nccl", "staged"):
+        backend = dataclasses.replace(backend, cuda=device == "cuda")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
         backend = dataclasses.replace(backend, single_process=True)  # several ranks on one GPU would compete for it
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)

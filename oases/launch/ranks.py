@@ -163,10 +163,10 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     _progress = options.progress
     fork_server.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    nccl = options.backend.name == "nccl"
-    os.environ |= (_CUDA if nccl else {}) | os.environ
+    cuda = options.backend.cuda
+    os.environ |= (_CUDA if cuda else {}) | os.environ
     if options.nodes is None:
-        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)), alone=not nccl)
+        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)), alone=not cuda)
     else:
         _take_core(rank, options.size)  # all nodes share this machine's
     # With staged, too: checkpoints have a gloo group of their own.
@@ -230,10 +230,12 @@ def _end_at_sigterm(handler: Callable[[int, Any], NoReturn]) -> None:
 def _join(options: RankOptions, local_rank: int) -> None:
     """Initialise the default group."""
     extra: dict[str, Any] = {}
-    if options.backend.name == "nccl":
+    nccl = options.backend.name == "nccl"
+    if options.backend.cuda:  # ranks of NCCL have a GPU each; those of staged may share one
+        torch.cuda.set_device(local_rank if nccl else local_rank % torch.cuda.device_count())
+    if nccl:
         from oases.execution.group import nccl_options
 
-        torch.cuda.set_device(local_rank)
         extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
     timeout = timedelta(seconds=options.timeout_seconds)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

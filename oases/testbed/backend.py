@@ -19,13 +19,15 @@ from oases.testbed.link import UNITS
 class Backend:
     """A c10d backend by name; for `sim` with its start-up in seconds and bandwidth in bytes per second.
 
-    single_process: one process represents all ranks and sends nothing; collectives only take the link's time.
+    single_process: one process represents all ranks and sends nothing; collectives only take the link's time. cuda:
+    it moves tensors of GPUs, as NCCL does and `staged` may.
     """
 
     name: str = "gloo"
     startup_seconds: float = 0.0
     bandwidth: float = 0.0
     single_process: bool = False
+    cuda: bool = False
 
     @staticmethod
     def parse(text: str) -> Backend:

@@ -144,7 +144,7 @@ class Meter:
         """Group and device for gathering host values."""
         assert self.process_group is not None
         backends = dist.get_backend_config(self.process_group)
-        if self.device.type == "cpu" or "cpu:gloo" in backends:
+        if self.device.type == "cpu" or "cpu:gloo" in backends or "cpu:staged" in backends:
             return self.process_group, torch.device("cpu")
         if "nccl" not in backends:
             return self.process_group, self.device

@@ -218,4 +218,28 @@ COMPILED = (
         ("test_staged.py",),
         "A message of float32 that is received as int32 over shared memory is no error.",
     ),
+    Mutation(
+        "staged_streams_compare_nothing",
+        "csrc/staged_streams.cpp",
+        "  if (difference.empty()) return;\n",
+        "  return;\n",
+        ("virtual_device/test_virtual_staged_failure.py",),
+        "Ranks that queue different collectives of a device over shared memory wait until the timeout.",
+    ),
+    Mutation(
+        "staged_lost_sum_is_finite",
+        "csrc/stream_watch.cpp",
+        "if (!poisoned) area_.poison();",
+        "",
+        ("virtual_device/test_virtual_staged_failure.py",),
+        "When a rank is lost, a device reads what lay in the slots before as if it were the sum.",
+    ),
+    Mutation(
+        "staged_memory_is_let_go_early",
+        "csrc/staged_streams.cpp",
+        "  for (at::Tensor tensor : used) tensor.record_stream(in_);\n",
+        "",
+        ("virtual_device/test_virtual_staged.py",),
+        "Memory of a tensor that a collective of a device still reads is handed out again.",
+    ),
 )

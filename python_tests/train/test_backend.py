@@ -6,7 +6,8 @@ import kills
 import pytest
 
 from oases.cli import main
-from oases.cli.options import resolve_backend
+from oases.cli.options import make_rank_options, resolve_backend
+from oases.testbed import Backend
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import resumed_backend
 
@@ -38,6 +39,12 @@ def test_ranks_of_one_machine_share_memory(monkeypatch, changes, expected):
     vars(options).update({name: changes[name] for name in ("backend", "link", "nodes") if name in changes})
     resolve_backend(options, changes.get("device", "cpu"), changes.get("ranks", 4), changes.get("resumed"))
     assert options.backend == expected
+
+
+@pytest.mark.parametrize(("device", "cuda"), [("cpu", False), ("cuda", True)])
+def test_staged_is_for_both_kinds_of_devices(device, cuda):
+    options = Namespace(backend="staged", timeout=60, tp=2, nodes=1, link=None)
+    assert make_rank_options(options, device).backend == Backend("staged", cuda=cuda)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,17 @@ def _backend(store, rank, size, timeout):
     return loaded().backend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
+def staged_group() -> dist.ProcessGroup:
+    """Make a group of all ranks that moves tensors of the device by the backend `staged`. Collective."""
+    from oases.extension import register_stream_words
+
+    module = loaded()
+    if not hasattr(module, "words"):
+        module.words = module.stream_words()
+        register_stream_words(NAME, module.words)
+    return dist.new_group(backend=f"cpu:gloo,{NAME}:staged", timeout=TIMEOUT)
+
+
 def take() -> tuple[types.ModuleType, torch.device]:
     """Make the device, of this rank's number, that of a rank of a pool and of its default group; once.
 

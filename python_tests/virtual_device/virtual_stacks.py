@@ -10,10 +10,10 @@ LAYERS, BATCH, TOKENS, HIDDEN = 2, 4, 8, 16
 CONFIG = GPTConfig(vocabulary=32, hidden=HIDDEN, layers=LAYERS, heads=4, sequence=TOKENS)
 
 
-def make_stack(place, **options):
-    """A stack of GPT blocks in float64, equal on all devices."""
+def make_stack(place, group=None, **options):
+    """A stack of GPT blocks in float64, equal on all devices. group: by default all ranks."""
     torch.manual_seed(3)
-    group = dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     stack = OverlappedStack(transformer_blocks(CONFIG, group), process_group=group, sub_batches=2, **options)
     return stack.double().to(place)
 

@@ -1,0 +1,76 @@
+// The part of a group's shared memory by which its devices move tensors: slots of each rank for pieces of them, words
+// that streams write and wait for, and what hosts say of the collectives that they queue.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "descriptions.h"
+
+namespace oases {
+
+// Pieces of all collectives of a group are numbered from 1 on, alike on all ranks.
+class DeviceArea {
+ public:
+  // Copies of a rank's slot: pieces under way.
+  static constexpr uint32_t kSlots = 4;
+  // Collectives that a host may have queued before the slowest host has.
+  static constexpr uint32_t kAhead = 1024;
+
+  // The latest piece of which a rank has written its slot, has written its part of the sum there, and reads the
+  // others' slots no longer.
+  struct Words {
+    alignas(64) uint32_t put;
+    alignas(64) uint32_t summed;
+    alignas(64) uint32_t done;
+  };
+
+  static int64_t bytes_for(int size);
+  DeviceArea(std::byte* start, int size);
+
+  // For the device: words and slots.
+  std::byte* memory() const { return memory_; }
+  int64_t memory_bytes() const;
+
+  int64_t slot_bytes() const { return slot_bytes_; }
+  std::byte* slot(int rank, uint32_t piece) const;
+  Words& words(int rank) const;
+  // A word as a host reads it while a device writes.
+  static uint32_t value(uint32_t& word) {
+    return std::atomic_ref<uint32_t>(word).load(std::memory_order_acquire);
+  }
+
+  // Whether all ranks have said and compared so much that a rank may say its collective number `turn`.
+  bool may_say(uint32_t turn) const;
+  // What a rank is about to queue; reason: why it was refused.
+  void say(int rank, uint32_t turn, const Description& description, const std::string& reason = "");
+  // How that differs from what others have said of the same turn so far, or "". Of two ranks that differ, the one that
+  // says it later finds it, before it has queued anything.
+  std::string compare(int rank, uint32_t turn);
+
+  // Overwrites all slots with NaN: what streams read there after their waits were ended is not silently wrong.
+  void poison();
+  // Lets all waits up to that piece end. Again until no stream waits: a device may write an earlier piece meanwhile.
+  void end_waits(uint32_t last_piece);
+
+ private:
+  static constexpr int kReason = 256;
+  struct Said {
+    std::atomic<uint32_t> turns;  // the turn, plus 1
+    Description description;
+  };
+  struct Host {
+    alignas(64) std::atomic<uint32_t> compared;  // turns
+    char reason[kReason];
+  };
+  Host& host(int rank) const;
+  Said& said(int rank, uint32_t turn) const;
+
+  const int size_;
+  const int64_t slot_bytes_;
+  std::byte *const start_, *const memory_;
+};
+
+}  // namespace oases

@@ -1,0 +1,106 @@
+// Collectives of the tensors of accelerators of one machine: copy engines move them through slots of shared memory, and
+// a kernel adds. All of it is queued at the call; no thread of the host and no kernel waits for a rank.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+
+#include <memory>
+#include <mutex>
+
+#include "collectives.h"
+#include "stream_watch.h"
+#include "stream_words.h"
+
+namespace oases {
+
+// Of one device. Where ranks are asked for different collectives, or one refuses, the group is given up: the streams of
+// ranks that were earlier wait already.
+class StagedStreams final : public Collectives {
+ public:
+  StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device device);
+  // Runs what is queued.
+  ~StagedStreams() override;
+  c10::Device device() const { return device_; }
+
+  // Queues run(), which makes collectives, behind the current stream. used: tensors that they read and write. Raises
+  // what run() does, and DistBackendError where the group was given up.
+  template <typename Run>
+  c10::intrusive_ptr<c10d::Work> queue(c10d::OpType type, std::vector<at::Tensor> outputs,
+                                       const std::vector<at::Tensor>& used, const Patience& patience,
+                                       const Run& run) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ranks_->check_whole();
+    const uint32_t turn = turn_;
+    auto watched = begin(patience);
+    try {
+      run();
+    } catch (const std::exception& error) {
+      give_up(error, turn, patience);
+      end(type, {}, used, std::move(watched));  // what was queued
+      throw;
+    }
+    return end(type, std::move(outputs), used, std::move(watched));
+  }
+
+  void all_reduce(std::byte* data, int64_t count, at::ScalarType type, ReduceType reduce, int root,
+                  const Patience& patience) override;
+  void reduce_scatter(const Sources& sources, std::byte* target, int64_t count, at::ScalarType type,
+                      ReduceType reduce, const Patience& patience) override;
+  void all_gather(const std::byte* source, const Targets& targets, int64_t bytes, at::ScalarType type,
+                  int root, const Patience& patience) override;
+  void all_to_all(const Sources& sources, const std::vector<int64_t>& sent, const Targets& targets,
+                  const std::vector<int64_t>& received, at::ScalarType type,
+                  const Patience& patience) override;
+  void scatter(const Sources& sources, std::byte* target, int64_t bytes, at::ScalarType type, int root,
+               const Patience& patience) override;
+  void broadcast(std::byte* data, int64_t bytes, at::ScalarType type, int root,
+                 const Patience& patience) override;
+
+ private:
+  std::shared_ptr<Watched> begin(const Patience& patience);
+  c10::intrusive_ptr<c10d::Work> end(c10d::OpType type, std::vector<at::Tensor> outputs,
+                                     const std::vector<at::Tensor>& used, std::shared_ptr<Watched> watched);
+  // Tells the others that this rank cannot make the collective `turn`, or not go on with it.
+  void give_up(const std::exception& error, uint32_t turn, const Patience& patience);
+  void agree(Description description, const Patience& patience, const std::string& reason = "");
+
+  // copy(piece, from which byte on, bytes) of each piece.
+  template <typename Copy>
+  void in_pieces(int64_t bytes, int64_t piece_bytes, const Copy& copy);
+  // Steps of a piece: copy(slot) to this rank's slot, and copy() from the others'.
+  template <typename Copy>
+  void put(uint32_t piece, const Copy& copy);
+  template <typename Copy>
+  void take(uint32_t piece, const Copy& copy);
+  void sum(uint32_t piece, const Sources& parts, int64_t count, at::ScalarType type, ReduceType reduce,
+           std::byte* to);
+
+  using Word = uint32_t DeviceArea::Words::*;
+  void wait_for_others(const c10::Stream& stream, Word word, uint32_t piece);
+  void write(const c10::Stream& stream, Word word, uint32_t piece);
+  at::Tensor numbers(const std::byte* data, int64_t count, at::ScalarType type, c10::Device device) const;
+  // On the current stream.
+  void copy(std::byte* to, c10::Device to_device, const std::byte* from, c10::Device from_device,
+            int64_t bytes) const;
+  void copy_out(std::byte* slot, const std::byte* from, int64_t bytes) const;
+  void copy_in(std::byte* to, const std::byte* slot, int64_t bytes) const;
+  // Where a rank's part of a piece waits to be summed.
+  std::byte* scratch(uint32_t piece, int rank) const;
+
+  const std::shared_ptr<SharedRanks> ranks_;
+  const c10::Device device_;
+  const int rank_, size_;
+  DeviceArea area_;
+  StreamWords& words_;
+  const c10::Stream out_, in_, adding_;  // to the host, to the device, sums
+  std::mutex mutex_;
+  uint32_t piece_ = 0;  // the latest
+  bool sums_ = false;   // what is being queued
+  at::Tensor scratch_;
+  std::vector<c10::Event> arrived_, summed_, sent_;  // by parity of pieces
+  c10::Event ready_, put_, added_;                   // for a collective as a whole
+  std::unique_ptr<StreamWatch> watch_;
+};
+
+}  // namespace oases

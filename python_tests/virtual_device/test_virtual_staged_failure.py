@@ -1,0 +1,136 @@
+"""Failures of ranks whose tensors the backend `staged` moves on the virtual device: no stream waits for ever."""
+
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+
+import device
+import pytest
+import torch
+import torch.distributed as dist
+
+from oases.launch import fork_server
+from oases.launch.agents import loopback_store
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_calls_that_differ_are_errors_on_all_ranks(two_virtual, first):
+    differ = "ranks do not call the same collective: rank 0 calls"
+    for number, wanted in enumerate(
+        (
+            f"all_reduce: {differ} all_reduce with Float of 12 bytes by SUM, rank 1 calls all_reduce with Float of",
+            f"broadcast: {differ} broadcast with Float of 12 bytes and root 0, rank 1 calls broadcast with Float",
+            "all_reduce: rank 1 was refused its call: all_reduce: the tensor of shape",
+        )
+    ):
+        for rank, (said, passed_off) in enumerate(two_virtual.run(calls_another, number, first)):
+            assert said.startswith(wanted) or (rank == 1 and number == 2 and "has gaps" in said)
+            assert not passed_off, "finite numbers, for a sum that was never made"
+
+
+def calls_another(number, first):
+    """Error of the group, and whether a sum that this rank waited for looks like one."""
+    _, place = device.take()
+    group, store, rank = device.staged_group(), dist.distributed_c10d._get_default_store(), dist.get_rank()
+    x = torch.ones(3 + (rank if number == 0 else 0), device=place)
+    key = f"calls another {number} {first}"
+    if rank != first:
+        store.wait([key])
+    said, passed_off = "", False
+    try:
+        if number == 1:
+            work = dist.broadcast(x, group=group, group_src=rank, async_op=True)
+        else:
+            with_gaps = torch.ones(8, device=place)[::2]
+            work = dist.all_reduce(with_gaps if number == 2 and rank == 1 else x, group=group, async_op=True)
+    except (ValueError, dist.DistBackendError) as error:
+        said = str(error)
+    store.set(key, "1")
+    if not said:
+        end = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.01)
+        torch.accelerator.synchronize()  # no stream waits any more
+        with pytest.raises(dist.DistBackendError) as caught:
+            work.wait()
+        said = str(caught.value)
+        passed_off = number != 1 and x.isfinite().all().item()  # the root of a broadcast keeps its numbers
+    return said.splitlines()[0], passed_off
+
+
+def test_a_rank_that_never_comes_is_named_at_the_timeout(two_virtual):
+    said, finite = two_virtual.run(waits_in_vain)[0]
+    assert said.startswith("all_reduce: rank 0 timed out after 300 ms waiting for rank 1")
+    assert not finite
+
+
+def waits_in_vain():
+    _, place = device.take()
+    group, store = device.staged_group(), dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["staged has waited in vain"])
+        return "", True
+    x, options = torch.ones(3, device=place), dist.distributed_c10d.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.3)
+    group._get_backend(place).allreduce([x], options).wait()
+    finite = x.isfinite().all().item()  # the host waits for the device
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.all_reduce(x, group=group)
+    store.set("staged has waited in vain", "1")
+    return str(caught.value).splitlines()[0], finite
+
+
+def adds_for_ever(rank, size, port, connection):
+    """All-reduces of a device until one fails. Sends a first message, then the error and whether a sum is wrong."""
+    fork_server.release_signals()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=device.TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=device.TIMEOUT)
+    _, place = device.take()
+    group = device.staged_group()
+    x = torch.ones(2 << 20, device=place)  # four pieces
+    dist.all_reduce(x, group=group)
+    torch.accelerator.synchronize()
+    connection.send(os.getpid())
+    for number in itertools.count(1):
+        x.fill_(number)
+        try:
+            work = dist.all_reduce(x, group=group, async_op=True)
+        except dist.DistBackendError as error:  # another rank has told before
+            said, passed_off = error, False
+            break
+        torch.accelerator.synchronize()
+        if not work.is_success():
+            with pytest.raises(dist.DistBackendError) as caught:
+                work.wait()
+            said, passed_off = caught.value, (x.isfinite() & (x != number * size)).any().item()
+            break
+    connection.send((str(said).splitlines()[0], passed_off))
+    connection.recv()
+
+
+def test_a_killed_rank_ends_the_waits_of_the_others(virtual_device):
+    context, store, size, victim = fork_server.context(), loopback_store(), 3, 1
+    ends, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        arguments = (fork_server.Launcher(), adds_for_ever, rank, size, store.port, theirs)
+        processes.append(context.Process(target=fork_server.as_started_by, args=arguments, daemon=True))
+        processes[-1].start()
+        ends.append(ours)
+    try:
+        for end in ends:
+            assert end.poll(60)
+            end.recv()
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        for rank in (0, 2):
+            assert ends[rank].poll(60), f"rank {rank} hangs"
+            said, passed_off = ends[rank].recv()
+            assert said == f"all_reduce: rank {victim} (process {processes[victim].pid}) has ended"
+            assert not passed_off, "finite numbers that are no sum"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
