@@ -177,43 +177,6 @@ TEST(StagedBackend, AMessageOfAnotherTypeIsAnError) {
   });
 }
 
-// Between ranks that read one another's memory, or do not, and both in one call.
-TEST(StagedCollectives, AllToAllByReadingAndThroughSlots) {
-  for (const int64_t read_from : {int64_t{0}, int64_t{4096}, INT64_MAX}) {
-    constexpr int kSize = 3;
-    const auto store = c10::make_intrusive<c10d::HashStore>();
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < kSize; ++rank)
-      threads.emplace_back([&, rank] {
-        const auto ranks = std::make_shared<oases::SharedRanks>(store, rank, kSize, std::chrono::seconds(60));
-        oases::StagedCollectives collectives(ranks, read_from);
-        EXPECT_TRUE(ranks->read_others());  // threads of one process
-        for (const int64_t unit : {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{300'000}}) {
-          std::vector<at::Tensor> inputs, outputs;
-          oases::Sources sources;
-          oases::Targets targets;
-          std::vector<int64_t> sent, received;
-          for (int other = 0; other < kSize; ++other) {
-            // From rank r to rank s: unit * (r + 2 * s) numbers.
-            inputs.push_back(at::full({unit * (rank + 2 * other)}, 10.0 * rank + other, at::kFloat));
-            outputs.push_back(at::zeros({unit * (other + 2 * rank)}));
-            sources.push_back(static_cast<std::byte*>(inputs.back().data_ptr()));
-            targets.push_back(static_cast<std::byte*>(outputs.back().data_ptr()));
-            sent.push_back(static_cast<int64_t>(inputs.back().nbytes()));
-            received.push_back(static_cast<int64_t>(outputs.back().nbytes()));
-          }
-          const oases::Patience patience("all_to_all", std::chrono::seconds(60));
-          collectives.all_to_all(sources, sent, targets, received, at::kFloat, patience);
-          for (int other = 0; other < kSize; ++other)
-            EXPECT_TRUE(at::equal(outputs[other], at::full_like(outputs[other], 10 * other + rank)))
-                << read_from << " " << unit;
-        }
-        collectives.barrier(oases::Patience("barrier", std::chrono::seconds(60)));
-      });
-    for (auto& thread : threads) thread.join();
-  }
-}
-
 TEST(StagedBackend, ARankThatLeavesIsNamedByAllThatWaitForIt) {
   run_staged(3, [](int rank, StagedBackend& backend) {
     if (rank == 2) return;

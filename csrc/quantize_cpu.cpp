@@ -17,28 +17,35 @@
 
 namespace oases::codes {
 
-// Multiplies a block by the Hadamard matrix, which is its own inverse times 128.
+// Multiplies a block by the Hadamard matrix, which is its own inverse times 128: sums and differences of numbers 16, 32,
+// 64, 1, 2, 4 and 8 apart, the order of quantize.cu.
 OASES_INLINE void hadamard(float* x) {
-  typedef float Row __attribute__((vector_size(64)));
-  typedef int32_t Places __attribute__((vector_size(64)));
-  constexpr int kRows = kN / 16;
+  // Eight numbers: wider rows, and permutations that are not constant, become loops over single numbers with AVX2.
+  typedef float Row __attribute__((vector_size(32)));
+  typedef int32_t Places __attribute__((vector_size(32)));
+  constexpr int kRows = kN / 8;
   Row rows[kRows];
   std::memcpy(rows, x, sizeof rows);
-  for (int half = 1; half < kRows; half *= 2)
+#pragma GCC unroll 3
+  for (int half = 2; half < kRows; half *= 2)
+#pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
       if (!(row & half)) {
         const Row low = rows[row], high = rows[row + half];
         rows[row] = low + high;
         rows[row + half] = low - high;
       }
-  for (int half = 1; half < 16; half *= 2) {
-    Places other;
-    Row sign;
-    for (int i = 0; i < 16; ++i) {
-      other[i] = i ^ half;
-      sign[i] = i & half ? -1.0f : 1.0f;
-    }
-    for (Row& row : rows) row = __builtin_shuffle(row, other) + row * sign;
+#pragma GCC unroll 16
+  for (Row& row : rows) {
+    row = __builtin_shuffle(row, Places{1, 0, 3, 2, 5, 4, 7, 6}) + row * Row{1, -1, 1, -1, 1, -1, 1, -1};
+    row = __builtin_shuffle(row, Places{2, 3, 0, 1, 6, 7, 4, 5}) + row * Row{1, 1, -1, -1, 1, 1, -1, -1};
+    row = __builtin_shuffle(row, Places{4, 5, 6, 7, 0, 1, 2, 3}) + row * Row{1, 1, 1, 1, -1, -1, -1, -1};
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; row += 2) {
+    const Row low = rows[row], high = rows[row + 1];
+    rows[row] = low + high;
+    rows[row + 1] = low - high;
   }
   std::memcpy(x, rows, sizeof rows);
 }

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -144,17 +143,6 @@ std::shared_ptr<std::byte> SharedFile::map(int64_t bytes) const {
                                     [bytes](std::byte* start) { munmap(start, bytes); });
   known[inode()] = mapped;
   return mapped;
-}
-
-std::string read_memory(const Process& process, uint64_t address, std::byte* to, int64_t bytes) {
-  while (bytes > 0) {
-    const iovec local{to, static_cast<size_t>(bytes)},
-        remote{reinterpret_cast<void*>(address), static_cast<size_t>(bytes)};
-    const ssize_t done = process_vm_readv(static_cast<pid_t>(process.id), &local, 1, &remote, 1, 0);
-    if (done <= 0) return done < 0 ? std::strerror(errno) : "nothing was read";
-    to += done, address += done, bytes -= done;
-  }
-  return "";
 }
 
 }  // namespace oases

@@ -45,7 +45,4 @@ class SharedFile {
   int number_ = -1;
 };
 
-// Copies memory of another process. "": done; otherwise why not, e.g. that the kernel forbids it.
-std::string read_memory(const Process& process, uint64_t address, std::byte* to, int64_t bytes);
-
 }  // namespace oases

@@ -81,7 +81,7 @@ struct SharedRanks::Control {
 };
 
 struct SharedRanks::Board {
-  alignas(64) std::atomic<uint32_t> arrived_at, left, reads_others;
+  alignas(64) std::atomic<uint32_t> arrived_at, left;
   alignas(64) Bell mail;
 };
 
@@ -115,7 +115,7 @@ void SharedRanks::lay_out() {
   slot_bytes_ = std::clamp(kSlots / (2 * size_ + 2) & ~int64_t{65535}, kLeastSlot, kMostSlot);
   int64_t at = round_up(sizeof(Control), 64);
   boards_at_ = at, at += size_ * static_cast<int64_t>(sizeof(Board));
-  description_stride_ = round_up(static_cast<int64_t>(sizeof(Description)) + 24 * size_, 64);
+  description_stride_ = round_up(static_cast<int64_t>(sizeof(Description)) + 16 * size_, 64);
   descriptions_at_ = at, at += 2 * size_ * description_stride_;
   channels_at_ = at = round_up(at, 4096), at += size_ * size_ * static_cast<int64_t>(sizeof(Channel));
   slots_at_ = at = round_up(at, 4096), at += 2 * (size_ + 1) * slot_bytes_;
@@ -126,7 +126,7 @@ void SharedRanks::lay_out() {
 // Ranks that come together through the store. A rank that gives up says so there.
 struct SharedRanks::Join {
   Join(SharedRanks& ranks, const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout)
-      : ranks(ranks), store(store), patience("init_process_group", timeout), words(ranks.size_) {
+      : ranks(ranks), store(store), patience("init_process_group", timeout) {
     ranks.processes_.resize(ranks.size_);
   }
   static std::string key_of(int rank) { return c10::str("staged/", rank); }
@@ -171,7 +171,6 @@ struct SharedRanks::Join {
   Patience patience;
   int file_number = -1;
   uint64_t file_inode = 0;
-  std::vector<uint64_t> words;  // addresses of a word of each rank, which holds its process's start
 
  private:
   [[noreturn]] static void fail(const std::string& why) {
@@ -188,7 +187,7 @@ struct SharedRanks::Join {
     Process process;
     int number = -1;
     uint64_t inode = 0;
-    fields >> on >> process.id >> process.started >> number >> inode >> words[rank];
+    fields >> on >> process.id >> process.started >> number >> inode;
     TORCH_CHECK_VALUE(on == own_machine, "staged joins ranks of one machine, but rank ", rank,
                       " is on another one than rank ", ranks.rank_,
                       ", or in another container; use gloo between machines");
@@ -203,16 +202,13 @@ void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, millisecond
   if (rank_ == 0) file = SharedFile::create(bytes_);
   const std::string own_machine = machine();
   const Process own = Process::own();
-  const uint64_t word = own.started;
   store->set(Join::key_of(rank_),
              bytes_of_text(c10::str(own_machine, " ", own.id, " ", own.started, " ", file.number(), " ",
-                                    file.inode(), " ", reinterpret_cast<uintptr_t>(&word))));
+                                    file.inode())));
   join.find_all(own_machine);
   if (rank_ != 0) file = SharedFile::open(processes_[0], join.file_number, join.file_inode);
   memory_ = file.map(bytes_);
   if (rank_ != 0) file.close();
-  board(rank_).reads_others.store(may_read_others(join),
-                                  std::memory_order_relaxed);  // seen by who sees `attached`
   control().attached.ring();
   Bell& awaited = rank_ == 0 ? control().attached : control().ready;
   const uint32_t until = rank_ == 0 ? size_ : 1;
@@ -228,28 +224,6 @@ void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, millisecond
       store->deleteKey(Join::key_of(rank));  // a group of the same name may follow
     control().ready.set(1);
   }
-  read_others_ = true;
-  for (int rank = 0; rank < size_; ++rank)
-    read_others_ &= board(rank).reads_others.load(std::memory_order_relaxed) != 0;
-}
-
-bool SharedRanks::may_read_others(const Join& join) const {
-  for (int rank = 0; rank < size_; ++rank) {
-    uint64_t word = 0;
-    const std::string why =
-        read_memory(processes_[rank], join.words[rank], reinterpret_cast<std::byte*>(&word), sizeof word);
-    if (!why.empty() || word != processes_[rank].started) return false;
-  }
-  return true;
-}
-
-void SharedRanks::read(int rank, int64_t address, std::byte* to, int64_t bytes, const Patience& patience) {
-  std::string why = read_memory(processes_[rank], static_cast<uint64_t>(address), to, bytes);
-  if (why.empty()) return;
-  const std::string lost = gone(rank);
-  give_up(c10::str(
-      patience.operation, ": ",
-      lost.empty() ? c10::str("rank ", rank_, " cannot read the memory of rank ", rank, ": ", why) : lost));
 }
 
 SharedRanks::Control& SharedRanks::control() const { return *reinterpret_cast<Control*>(memory_.get()); }

@@ -69,15 +69,9 @@ class SharedRanks {
 
   std::byte* slot(int rank, uint32_t step) const;
   std::byte* result(uint32_t step) const;
-  // The description of a rank's collective number `turn`; and after it bytes sent to and received from each rank, and
-  // the addresses of what is sent.
+  // The description of a rank's collective number `turn`; and after it bytes sent to and received from each rank.
   Description* description(int rank, uint32_t turn) const;
   int64_t* counts(int rank, uint32_t turn) const;
-
-  // Whether every rank may read every other one's memory, which the kernel decides (ptrace); the same on all ranks.
-  bool read_others() const { return read_others_; }
-  // Copies memory of a rank that waits meanwhile. Raises DistBackendError where that fails.
-  void read(int rank, int64_t address, std::byte* to, int64_t bytes, const Patience& patience);
 
   // Messages from one rank to another.
   std::byte* channel(int from, int to) const;
@@ -101,7 +95,6 @@ class SharedRanks {
   struct Join;
   void lay_out();
   void open(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout);
-  bool may_read_others(const Join& join) const;
   // Breaks the group and raises the reason.
   [[noreturn]] void give_up(const std::string& reason);
   Control& control() const;
@@ -114,7 +107,6 @@ class SharedRanks {
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
   int64_t slots_at_ = 0, device_area_at_ = 0, bytes_ = 0;
   uint32_t step_ = 0;
-  bool read_others_ = false;
   std::vector<Process> processes_;
   std::shared_ptr<std::byte> memory_;
 };

@@ -25,8 +25,7 @@ int64_t pieces_of(int64_t bytes, int64_t piece) { return std::max<int64_t>(1, (b
 class StagedCollectives::Call {
  public:
   Call(StagedCollectives& of, const Patience& patience, const Description& own,
-       const std::vector<int64_t>& sent = {}, const std::vector<int64_t>& received = {},
-       const Sources& from = {})
+       const std::vector<int64_t>& sent = {}, const std::vector<int64_t>& received = {})
       : ranks(*of.ranks_), patience_(patience), turn_(of.turn_++) {
     Description& description = *ranks.description(ranks.rank(), turn_);
     description = own;
@@ -34,8 +33,6 @@ class StagedCollectives::Call {
     int64_t* const counts = ranks.counts(ranks.rank(), turn_);
     std::copy(sent.begin(), sent.end(), counts);
     std::copy(received.begin(), received.end(), counts + ranks.size());
-    std::transform(from.begin(), from.end(), counts + 2 * ranks.size(),
-                   [](const std::byte* data) { return reinterpret_cast<intptr_t>(data); });
   }
 
   void meet() {
@@ -57,10 +54,6 @@ class StagedCollectives::Call {
 
   int64_t sent(int from, int to) const { return ranks.counts(from, turn_)[to]; }
   int64_t received(int at, int from) const { return ranks.counts(at, turn_)[ranks.size() + from]; }
-  void read(int from, std::byte* target) {
-    const int64_t address = ranks.counts(from, turn_)[2 * ranks.size() + ranks.rank()];
-    ranks.read(from, address, target, sent(from, ranks.rank()), patience_);
-  }
 
   std::byte* slot() const { return ranks.slot(ranks.rank(), ranks.step()); }
   const std::byte* written_by(int rank) const { return ranks.slot(rank, ranks.step() - 1); }
@@ -182,44 +175,34 @@ void StagedCollectives::all_gather(const std::byte* source, const Targets& targe
 void StagedCollectives::all_to_all(const Sources& sources, const std::vector<int64_t>& sent,
                                    const Targets& targets, const std::vector<int64_t>& received,
                                    at::ScalarType type, const Patience& patience) {
-  Call call(*this, patience, {kAllToAll, static_cast<int32_t>(type), -1, -1, 0}, sent, received, sources);
+  Call call(*this, patience, {kAllToAll, static_cast<int32_t>(type), -1, -1, 0}, sent, received);
   const int rank = ranks_->rank(), size = ranks_->size();
-  const int64_t piece = std::min(ranks_->slot_bytes(), kAllToAllSlot) / size / kLine * kLine;
+  const int64_t piece = ranks_->slot_bytes() / size / kLine * kLine;
   const auto length = [&](int64_t bytes, int64_t of) {
     return std::clamp<int64_t>(bytes - of * piece, 0, piece);
   };
   const auto write = [&](int64_t step) {
     for (int to = 0; to < size; ++to)
-      if (to != rank && sent[to] < read_from_)
+      if (to != rank)
         copy_bytes(call.slot() + to * piece, sources[to] + step * piece, length(sent[to], step));
   };
   write(0);
   call.meet();
   int64_t most = 0;  // known only now
-  bool reads = false;
   for (int from = 0; from < size; ++from)
     for (int to = 0; to < size; ++to)
-      if (from != to) {
-        const int64_t bytes = call.sent(from, to);
-        reads |= bytes >= read_from_;
-        most = std::max(most, bytes < read_from_ ? bytes : 0);
-      }
+      if (from != to) most = std::max(most, call.sent(from, to));
   const int64_t pieces = pieces_of(most, piece);
   for (int64_t step = 0; step < pieces; ++step) {
     for (int from = 0; from < size; ++from)
-      if (from != rank && received[from] < read_from_)
+      if (from != rank)
         copy_bytes(targets[from] + step * piece, call.written_by(from) + rank * piece,
                    length(received[from], step));
     if (step + 1 == pieces) break;
     write(step + 1);
     call.meet();
   }
-  for (int hop = 1; hop < size; ++hop) {  // from another rank each
-    const int from = (rank + hop) % size;
-    if (received[from] >= read_from_) call.read(from, targets[from]);
-  }
   copy_bytes(targets[rank], sources[rank], sent[rank]);
-  if (reads) call.meet();  // nobody changes or frees what is still read
 }
 
 void StagedCollectives::scatter(const Sources& sources, std::byte* target, int64_t bytes, at::ScalarType type,

@@ -12,15 +12,7 @@ namespace oases {
 // all raise the same ValueError, and the group can go on.
 class StagedCollectives final : public Collectives {
  public:
-  // From so many bytes between two ranks on, an all-to-all reads them from the other's memory, where the kernel permits
-  // it: one copy instead of two, but the kernel looks up every page. INT64_MAX: never.
-  static constexpr int64_t kReadFrom = 1 << 20;
-  // Bytes of a rank's slot that an all-to-all uses otherwise, at most the slot: pieces that stay in a cache.
-  static constexpr int64_t kAllToAllSlot = 1 << 20;
-
-  // read_from: instead of kReadFrom.
-  explicit StagedCollectives(std::shared_ptr<SharedRanks> ranks, int64_t read_from = kReadFrom)
-      : ranks_(std::move(ranks)), read_from_(ranks_->read_others() ? read_from : INT64_MAX) {}
+  explicit StagedCollectives(std::shared_ptr<SharedRanks> ranks) : ranks_(std::move(ranks)) {}
 
   // Joins the others' collective in place of one that cannot be made here. Raises the error that they raise.
   void refuse(const std::string& reason, const Patience& patience);
@@ -44,7 +36,6 @@ class StagedCollectives final : public Collectives {
   class Call;
 
   std::shared_ptr<SharedRanks> ranks_;
-  const int64_t read_from_;
 };
 
 }  // namespace oases
