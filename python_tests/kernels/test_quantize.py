@@ -11,7 +11,7 @@ WIRES = [*QUANTISED, "bf16", "bf16:stochastic"]
 LIMITS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 SIZES = (1, 127, 128, 1000, 1536)
 FACTORS = (1.0, 1e-41, 7e-45, 0.0, 3e30, 1e-31)
-"""Of blocks of usual numbers: denormal, the least, zero, large, below what has a reciprocal."""
+"""Factors of blocks of usual numbers: denormal, the least, zero, large, below what has a reciprocal."""
 SINGLE = (-3.4e38, torch.nan, -torch.inf)
 
 
@@ -81,7 +81,7 @@ def test_a_sum_is_that_of_its_parts(device, wire):
 
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if "stochastic" not in wire and "rotated" not in wire])
 def test_codes_and_scales(device, wire):
-    """As a reader of the bytes would decode them."""
+    """Decode the bytes as their reader would."""
     for n in SIZES:
         x = numbers(n)
         packed, blocks = quantize(x.to(device), wire).cpu(), -(-n // QUANTIZED_BLOCK)

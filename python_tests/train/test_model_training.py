@@ -122,7 +122,7 @@ def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
 
 
 def test_quantised_messages_train_alike(two_ranks, llama, corpus):
-    """Of a model's stages, with its own layers between the messages."""
+    """Stages of a transformers model."""
     expected = trained(llama, (1, 1, 1), {"data": corpus})
     first, second = two_ranks.run(trained, llama, (2, 1, 1), {"data": corpus, "pipeline_wire": "int8"})
     assert first == second != expected

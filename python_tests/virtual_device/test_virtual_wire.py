@@ -125,7 +125,7 @@ def test_neither_the_host_nor_compute_waits(two_virtual):
 
 
 def passed_between_stages(place):
-    """What the second stage was sent, and the gradients that the first one was."""
+    """Activations that the second stage was sent, or gradients that the first one was."""
     pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), Mesh.of_stages([[1]] * 2)
     messages = StageMessages(pipeline, mesh, [1], device=place, wire="int8")
     leaves = [(numbers(300) * (1 + m)).to(place).requires_grad_() for m in range(3)]
