@@ -112,7 +112,8 @@ OASES_INLINE void encode(float* block, const Quantization& how, uint32_t index, 
   else
     for (int i = 0; i < kN; ++i) offset[i] = 0.0f;
   if constexpr (code == Code::fp8) {
-    for (int i = 0; i < kN; ++i) block[i] = within(block[i] * up, 448.0f);  // in one loop neither is vectorised
+    for (int i = 0; i < kN; ++i)
+      block[i] = within(block[i] * up, 448.0f);  // in one loop neither is vectorised
     for (int i = 0; i < kN; ++i) codes[i] = to_fp8(block[i], offset[i]);
     return;
   }

@@ -116,7 +116,8 @@ OASES_INLINE uint8_t to_fp8(float y, float offset) {
   const uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
   const uint32_t normal = (bits >> 20) - (120u << 3);
   const uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(float_of(bits) * 512.0f));
-  const uint32_t below = 0u - (bits < 0x3C800000u);  // a mask: a branch around the conversion is not vectorised
+  const uint32_t below =
+      0u - (bits < 0x3C800000u);  // a mask: a branch around the conversion is not vectorised
   return static_cast<uint8_t>((small & below) | (normal & ~below) | (bits_of(y) >> 24 & 0x80u));
 }
 

@@ -202,9 +202,8 @@ void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, millisecond
   if (rank_ == 0) file = SharedFile::create(bytes_);
   const std::string own_machine = machine();
   const Process own = Process::own();
-  store->set(Join::key_of(rank_),
-             bytes_of_text(c10::str(own_machine, " ", own.id, " ", own.started, " ", file.number(), " ",
-                                    file.inode())));
+  store->set(Join::key_of(rank_), bytes_of_text(c10::str(own_machine, " ", own.id, " ", own.started, " ",
+                                                         file.number(), " ", file.inode())));
   join.find_all(own_machine);
   if (rank_ != 0) file = SharedFile::open(processes_[0], join.file_number, join.file_inode);
   memory_ = file.map(bytes_);
