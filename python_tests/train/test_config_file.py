@@ -118,7 +118,7 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
     assert planned(degrees={"data": 2}, schedule="sync@2").stages[0].segments[0].tp == 4
     for values, message in (
         ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start that many"),
-        ({"layers": 1}, "2 stages are more than the 1 layers; give fewer stages or more --layers"),
+        ({"layers": 1}, "2 stages are more than the 1 layer; give fewer stages or more --layers"),
         (
             {"layers": 3, "pipeline_schedule": "interleaved"},
             "2 stages, each with 2 model chunks, are more than",
