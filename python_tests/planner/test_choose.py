@@ -13,6 +13,7 @@ from oases.planner.choose import BORDER, seconds_of
 from oases.planner.search import SettingSearch
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
+from oases.simulator.hardware import Device, Hardware, LinkModel
 from oases.simulator.program import Contention
 
 MODEL = ModelShape(hidden=1024, layers=2, heads=16, sequence=512, vocabulary=4096, name="small")
@@ -192,3 +193,10 @@ def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
     assert max(pruned) > 1.1 * seconds_of(found[0])
     monkeypatch.setattr(SettingSearch, "_least_fitting", lambda search, states: 0.0)
     assert rank_plans(model, cluster, world, 16, budget=7 * GIB, space=space) == found
+
+
+def test_a_device_that_its_runtime_fills_has_no_plan():
+    link = LinkModel(1e-4, 1e8)
+    hardware = Hardware("small", Device("small", 1 << 30, {"float32": 1e10}, 1e10), 2, link, link)
+    with pytest.raises(NoPlanError, match=r"0\.0 MiB may be filled"):
+        plan(ModelShape(32, 2, 4, 16, vocabulary=256), (hardware, 2), global_batch=8)
