@@ -68,7 +68,7 @@ def check(targets, folder, after=False):
     ],
 )
 def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, after, tmp_path):
-    two_ranks.run(check, targets, str(tmp_path / "adapter"), after, timeout_seconds=100)
+    two_ranks.run(check, targets, str(tmp_path / "adapter"), after)
 
 
 def dropped(alone):

@@ -79,7 +79,7 @@ def of_several_lengths(path, lengths):
 
 def test_replicas_that_share_experts_may_have_other_lengths(four_ranks, tmp_path):
     """Messages to agree on a choice must not depend on a replica's own shapes: the other one would not send any."""
-    found = four_ranks.run(of_several_lengths, tmp_path / "s.json", [[8, 8, 40], [8, 40, 8]], timeout_seconds=120)
+    found = four_ranks.run(of_several_lengths, tmp_path / "s.json", [[8, 8, 40], [8, 40, 8]])
     assert found == [found[0]] * 4
     assert len(found[0]) == 3
 

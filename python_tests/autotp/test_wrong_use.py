@@ -26,7 +26,7 @@ def check_wrappers():
 
 
 def test_wrappers_that_take_shards_for_the_whole_are_refused(two_ranks):
-    two_ranks.run(check_wrappers, timeout_seconds=100)
+    two_ranks.run(check_wrappers)
 
 
 def check_batches():
@@ -48,4 +48,4 @@ def check_batches():
 
 
 def test_ranks_with_different_batches_are_told(two_ranks):
-    two_ranks.run(check_batches, timeout_seconds=100)
+    two_ranks.run(check_batches)

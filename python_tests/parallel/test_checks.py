@@ -69,7 +69,7 @@ def check_one_that_differs(act, message):
     ],
 )
 def test_a_rank_that_makes_another_call_than_before_is_told_on_all(two_ranks, act, message):
-    two_ranks.run(check_one_that_differs, act, message, timeout_seconds=60)
+    two_ranks.run(check_one_that_differs, act, message)
 
 
 # --- what works ---

@@ -356,7 +356,7 @@ def check_interruption(kind):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_in_a_block_is_told_to_all(two_ranks, kind):
-    two_ranks.run(check_interruption, kind, timeout_seconds=60)
+    two_ranks.run(check_interruption, kind)
 
 
 def two_steps(stack, x):
@@ -390,4 +390,4 @@ def check_hook(block, after_accumulation):
 
 @pytest.mark.parametrize(("block", "after_accumulation"), [(2, False), (1, True), (0, True)])
 def test_a_failed_hook_is_told_to_all(two_ranks, block, after_accumulation):
-    two_ranks.run(check_hook, block, after_accumulation, timeout_seconds=60)
+    two_ranks.run(check_hook, block, after_accumulation)

@@ -150,7 +150,7 @@ def check_other_wires(data, sharding):
 def test_ranks_with_other_wires(two_ranks, tmp_path, sharding):
     data = tmp_path / "text.txt"
     data.write_text("To be, or not to be, that is the question. " * 200)
-    two_ranks.run(check_other_wires, str(data), sharding, timeout_seconds=100)
+    two_ranks.run(check_other_wires, str(data), sharding)
 
 
 @pytest.mark.parametrize(

@@ -227,4 +227,4 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.act.__name__)
 def test_misuse_is_an_error_on_both_ranks(two_ranks, case):
-    two_ranks.run(raised, *case, timeout_seconds=60)
+    two_ranks.run(raised, *case)
