@@ -24,6 +24,23 @@ fork_server.MODULES += [
 oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, which depend on time
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `few` leaves out: all but so many cases of a test, which are spread evenly over its list."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None and item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("few")
+        assert mark is not None
+        number = min(mark.args[0], len(found))
+        kept = {round((each + 0.5) * len(found) / number - 0.5) for each in range(number)}
+        for at, item in enumerate(found):
+            if at not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

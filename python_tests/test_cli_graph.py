@@ -44,6 +44,7 @@ def test_a_configuration_is_traced_and_its_graph_written(config, tmp_path, capsy
     assert first.startswith(capsys.readouterr().out), "the same table, without tracing"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("balance", ["time", "parameters", "uniform", "model.layers.1,model.layers.3"])
 def test_stages(config, balance, capsys):
     cli.main(["plan", "--graph", config(tie_word_embeddings=True), "--stages", "3", "--balance", balance])

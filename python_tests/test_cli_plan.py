@@ -133,6 +133,7 @@ def test_simulate_searches_pipelines(tmp_path):
     assert result["fits"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("pipeline", PLANNED)
 def test_simulate_every_pipeline(pipeline, tmp_path, capsys):
     result, page = tmp_path / "result.json", tmp_path / "page.html"
@@ -186,6 +187,7 @@ def test_neither_command_needs_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 @pytest.mark.parametrize(
     ("arguments", "parts"),
@@ -247,6 +249,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
     assert "is not JSON" in error
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

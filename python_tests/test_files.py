@@ -111,6 +111,7 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.few(170)
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize("kind", [*BAD, *SPECIAL])
@@ -284,6 +285,7 @@ for words in (
 """
 
 
+@pytest.mark.slow
 def test_every_command_says_that_the_disk_is_full_and_leaves_nothing(tmp_path):
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("user namespaces are off")

@@ -201,6 +201,7 @@ def run_two_nodes():
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
+@pytest.mark.slow
 def test_ranks_of_two_nodes(four_ranks):
     hardware = four_ranks.run(run_two_nodes)[0]
     assert hardware.ranks_per_node == 2
@@ -288,6 +289,7 @@ def test_a_file_of_published_times_becomes_a_profile(tmp_path, capsys):
     assert "T4 16 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_interrupted_it_says_that_nothing_was_written(tmp_path):
     path = tmp_path / "h.json"
     command = [sys.executable, "-m", "oases", "profile", *SMALL, "--iterations", "20", "--json", str(path)]

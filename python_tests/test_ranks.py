@@ -89,6 +89,7 @@ threading.Event().wait(None if sys.argv[1] == "another" else 3)
 """Rank 0 in a collective whose peer has left without a word; or rank 0 that makes a roll call itself."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("caller", "code", "said"),
     [("another", 1, "oases: rank 0: rank 1 has left while it waited for all_reduce of F 3.1\n"), ("itself", 0, "")],
@@ -136,6 +137,7 @@ def test_a_rank_that_waits_for_the_store_ends_with_the_others(failed):
     assert "rank 0 was ended by the launcher" in error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a rank's parent is known to the kernel on Linux alone")
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     """They are children of the fork server, which outlives the launcher as long as it has children."""
@@ -176,6 +178,7 @@ def training(ready, **environment):
     return run
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_run_in_one_line_and_leaves_no_folder(tmp_path):
     with tempfile.TemporaryDirectory() as folder:
         run = training(tmp_path / "ready", TMPDIR=folder)

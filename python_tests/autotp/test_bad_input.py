@@ -108,6 +108,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("function", ERRORS)
 def test_wrong_input_is_told(two_ranks, function):
     for text in two_ranks.run(said, function):
@@ -148,6 +149,7 @@ def one_step(options, how):
     return float(expected.detach()), float(found), apart, str(next(model.parameters()).dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "how"),
     [({}, "none"), ({}, "plan"), ({}, "device"), ({"zero": True}, "none"), ({"fsdp": True}, "none"),

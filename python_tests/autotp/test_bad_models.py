@@ -183,6 +183,7 @@ def message(name):
     return said(CASES[name][0])
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_a_clear_error(two_ranks, name):
     for text in two_ranks.run(message, name):
@@ -246,6 +247,7 @@ def of_degree(ranks, keys):
     return model.oases_partition.layers[0].column
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "keys"), [(1, 12), (3, 12), pytest.param(4, 12, marks=pytest.mark.slow), (4, 2), (3, 1), (4, 4)]
 )

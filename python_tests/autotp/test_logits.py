@@ -122,11 +122,13 @@ def check_function(name, kept):
     torch.testing.assert_close(part.grad, mine(leaf.grad))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", KEPT)
 def test_the_vocabulary_stays_cut(two_ranks, name):
     two_ranks.run(check_function, name, True)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", WHOLE)
 def test_anything_else_takes_the_whole(two_ranks, name):
     two_ranks.run(check_function, name, False)

@@ -25,6 +25,7 @@ def lines_of_the_page():
     return (DOCS / "models.md").read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [slow_unless(name not in ALIKE, name) for name in MODELS])
 def test_models_of_the_promise(two_ranks, name):
     for result in two_ranks.run(trained_beside_itself, name, {}):
@@ -40,6 +41,7 @@ def test_models_of_the_promise(two_ranks, name):
         assert set(result["table"]) <= set(lines_of_the_page()), "run python docs/models.py"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [slow_unless(name in SOME, name) for name in OTHERS])
 def test_models_nobody_thought_of(two_ranks, name):
     for result in two_ranks.run(trained_beside_itself, name, {}, torch.float64):

@@ -186,6 +186,7 @@ SLOW = {Bare, Convolution, MixedBias, RunningMean}
 """Found by the same rules as others, which the rest of the blocks show."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in BLOCKS]
 )
@@ -211,6 +212,7 @@ def fused(layout, keys):
     return beside_itself(lambda: Plain(layout=layout, keys=keys))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [
@@ -265,6 +267,7 @@ def torch_encoder():
     return max(found), parallel.oases_partition.json()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("function", "runs"), [(chain, ACROSS), (torch_encoder, INSIDE)])
 def test_models_of_torch(two_ranks, function, runs):
     for worst, report in two_ranks.run(function):
@@ -304,6 +307,7 @@ def of_lengths(kind, args, sizes):
     return [apart(model, parallel, tokens(*size)) for size in sizes]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "args", "sizes"),
     [
@@ -362,6 +366,7 @@ def _doubled(self, x, mask=None):
     return 2 * Attention.forward(self, x, mask)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "way",
     [

@@ -247,6 +247,7 @@ def of_kind(name):
     return worst, report["layers"][0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_the_code(two_ranks, name):
     for worst, layers in two_ranks.run(of_kind, name):
@@ -269,6 +270,7 @@ def used_in_another_mode():
     return said(lambda: model.train()(tokens()))
 
 
+@pytest.mark.slow
 def test_code_of_another_mode_is_an_error_with_the_remedy(two_ranks):
     for text in two_ranks.run(used_in_another_mode):
         assert text.startswith("UsageError: InTraining calls the autograd function Rounded")

@@ -34,6 +34,7 @@ def test_two_stages_train_as_one_process(two_ranks, name):
     assert all(0.2 < held < 0.8 for _, held, _ in found)  # each rank has its stage, and tied tables
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
@@ -64,6 +65,7 @@ def test_all_dimensions_train_as_one_process(four_ranks, name, shape, options):
         assert all(ran == "across layers" for *_, runs in found for ran, *_ in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
@@ -103,6 +105,7 @@ def recomputation_of(pipeline):
     return [each.runner.stack.schedule.recompute for each in model.oases_partition.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "last"), [("one_f_one_b", "full"), ("last_no_recompute", "none")])
 def test_the_last_stage_recomputes_as_the_pipeline_says(two_ranks, pipeline, last):
     assert two_ranks.run(recomputation_of, pipeline) == [["full"], [last]]
@@ -129,6 +132,7 @@ def reads_hidden_states():
     return found, float(expected)
 
 
+@pytest.mark.slow
 def test_a_loss_may_read_hidden_states_of_other_stages(two_ranks):
     for found, expected in two_ranks.run(reads_hidden_states):
         assert found == pytest.approx(expected, rel=1e-12)
@@ -145,6 +149,7 @@ def planned(pipeline, *stages, along=False):
     return Plan(shape, 4, 2, 8, 4 if len(stages) > 1 else 2, made, pipeline=pipeline)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "plan", "runs"),
     [
@@ -300,6 +305,7 @@ def from_meta(folder):
     return float(loss), sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_weights_of_a_stage_alone_are_read(two_ranks, tmp_path):
     model = build("gpt2", **sizes("gpt2", 4))
     model.save_pretrained(tmp_path)
@@ -332,6 +338,7 @@ def wrong(kind):
     return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -373,6 +380,7 @@ def misused():
     return texts, loss
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_errors_with_the_remedy_on_all_ranks_and_the_model_goes_on(two_ranks):
     expected = float(build("llama", **sizes("llama", 4))(**batch("llama")).loss.detach())
     for texts, loss in two_ranks.run(misused):

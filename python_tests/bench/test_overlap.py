@@ -81,6 +81,7 @@ def run_suffixes() -> dict[str, Any]:
     return run_overlap_bench(config, Ranks(), False)
 
 
+@pytest.mark.slow
 def test_contestants_by_suffix(two_ranks: RankPool) -> None:
     rows = two_ranks.run(run_suffixes)[0]["schedules"]
     assert list(rows) == SUFFIXES.split(",")
@@ -226,6 +227,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 def test_kept_memory_has_no_page_faults() -> None:
     """64 MiB ten times are 163,840 pages."""
     faults = {

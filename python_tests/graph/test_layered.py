@@ -64,6 +64,7 @@ def all_kinds(found):
     return [kind for layer in found.layer_order for kind in found.layer_kinds[layer]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_flops_are_those_of_the_model(name):
     graph, found = traced(name), model(name)
@@ -90,6 +91,7 @@ def test_kinds_blocks_and_degrees(name):
     assert not found.fits_degree(2 * degree)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_kind_is_traced_once_and_tells_all(name):
     told = []
@@ -155,6 +157,7 @@ def test_tied_tables_count_once_per_stage():
     assert untied.end_parameters(1, 3, 1) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_of_it_is_data(name):
     plan = oases.plan(model(name), "4x3090", global_batch=8)

@@ -72,6 +72,7 @@ def given(model, batch, sequence):
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
+@pytest.mark.few(2)
 def test_flops_are_those_of_a_real_run(name):
     graph, model = traced(name), built(name, "cpu")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -80,6 +81,7 @@ def test_flops_are_those_of_a_real_run(name):
     assert graph.num_parameters == sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.few(2)
 def test_the_nodes_are_those_of_the_exported_program(name):
     model, graph = built(name, "meta"), traced(name)
     inputs = {name: value.to("meta") for name, value in given(model, 2, 8).items()}
@@ -112,6 +114,7 @@ def test_layers_are_alike_and_named(name):
     assert all(node.name in graph.trained for node in graph.nodes if node.name in graph.outputs)
 
 
+@pytest.mark.few(2)
 def test_a_real_model_gives_the_same_products_and_is_left_alone(name):
     model = built(name, "cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -69,6 +69,7 @@ def drawn(num_experts):
     return experts.first, [p.detach() for p in experts.parameters()], torch.rand(1)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_the_ranks(two_ranks, four_ranks):
     torch.manual_seed(11)
     whole = Experts(8, 6, 4, gated=True, bias=True)

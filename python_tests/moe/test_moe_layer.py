@@ -81,6 +81,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_equal_one_process(two_ranks, name):
     for result in two_ranks.run(check_exact, 4, [17, 9], OPTIONS[name], ALL, range(3)):
@@ -90,6 +91,7 @@ def test_two_ranks_equal_one_process(two_ranks, name):
         assert (dropped > 0) == (name == "capacity")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gated", "top1"])
 @pytest.mark.parametrize("experts", [4, 8])
 def test_four_ranks_equal_one_process(four_ranks, name, experts):

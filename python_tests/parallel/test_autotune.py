@@ -192,6 +192,7 @@ def outputs(path, steps, cuts=()):
     return found, stack.choices
 
 
+@pytest.mark.slow
 def test_later_and_resumed_runs_repeat_the_first_to_the_bit(two_ranks, tmp_path):
     """Sub-batches sum in another order, so a run that measured others, or not at all, would differ."""
     steps = 5 * (autotune.ROUNDS + 1)

@@ -57,6 +57,7 @@ def check_split(kind, schedule, recompute, split, sequence_parallel=False):
     assert all(torch.equal(a, b) for a, b in zip(at_once, others, strict=True))
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "split"),
     covered({"schedule": sorted(GENERATORS), "recompute": list(RECOMPUTE), "split": list(SPLITS)}),

@@ -181,6 +181,7 @@ SLOW = [case[:-1] for case in PARTLY] + [("transformer", torch.float32, 1), ("tr
 CASES = [*PARTLY, *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW)]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
 @pytest.mark.parametrize(("kinds", "dtype", "degree", "share"), CASES)

@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("option", [False, True], ids=["plain", "gather_or_scatter"])
 @pytest.mark.parametrize(("shape", "bias", "dtype", "num_chunks", "sequence_parallel"), CASES)
 def test_column_equals_linear(two_ranks, shape, bias, dtype, num_chunks, sequence_parallel, option):

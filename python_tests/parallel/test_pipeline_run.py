@@ -115,6 +115,7 @@ COVER = [
 ]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "micro_batches", "tp", "schedule", "recompute"), COVER)
 def test_stages_equal_one_process(four_ranks, name, micro_batches, tp, schedule, recompute):
     stages = 4 // tp

@@ -52,6 +52,7 @@ def every_prediction(link_scale, contention):
 WORLDS = list(itertools.product([1.0, 1.3], [None, 0.85, 0.7], [0.1, 1.0, 20.0]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(  # every second one; all pairs are among them
     ("contention", "share", "link_scale"),
     [pytest.param(*each, marks=[pytest.mark.slow] if number % 2 else []) for number, each in enumerate(WORLDS)],
@@ -74,6 +75,7 @@ def test_the_chosen_plan_is_the_best_of_all(link_scale, share, contention):
     assert near, f"{chosen.text()} chosen, {best.text()} is better"
 
 
+@pytest.mark.slow
 def test_plans_are_ranked_and_predicted_as_the_predictor_says():
     cluster = hardware()
     plans = rank_plans(MODEL, cluster, WORLD, BATCH, budget=2 * GIB)
@@ -84,6 +86,7 @@ def test_plans_are_ranked_and_predicted_as_the_predictor_says():
     assert seconds_of(plans[0]) <= 1.02 * min(map(seconds_of, plans))
 
 
+@pytest.mark.slow
 def test_progress_is_told():
     told = []
     rank_plans(
@@ -94,6 +97,7 @@ def test_progress_is_told():
     assert all(done <= total for done, total in told)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_what_would_fit():
     space = Space(degrees=(1, 2), recompute=False, zero=(False,), micro_batches=(1,))
     given = {"world": WORLD, "global_batch": 64, "budget": 5 * GIB // 4, "space": space}
@@ -161,6 +165,7 @@ def test_what_is_chosen_from_counts_something(name):
         Space(**{name: (1, 0)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_what_a_refusal_promises_is_enough(batch):
     model = ModelShape(hidden=512, layers=3, heads=4, sequence=128)
@@ -177,6 +182,7 @@ def test_a_profile_without_the_rate_of_a_type_is_named():
         rates.rate("float32")
 
 
+@pytest.mark.slow
 def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
     model = ModelShape(hidden=2048, layers=8, heads=16, sequence=1024, vocabulary=8192, name="of some size")
     cluster, world = cluster_called("8x3090")

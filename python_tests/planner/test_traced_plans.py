@@ -41,6 +41,7 @@ def model(name):
         return trace_layers(kind(kind.config_class(**sizes)), sequence=16)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_plan_sets_its_fields(name, kind):

@@ -30,6 +30,7 @@ def test_scikit_learn_excuses_nothing(penalty):
         check_estimator(model)
 
 
+@pytest.mark.slow
 def test_scikit_learn_excuses_nothing_of_cross_validation():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

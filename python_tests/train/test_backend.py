@@ -80,6 +80,7 @@ def test_the_backend_of_the_run_that_is_resumed(tmp_path):
     assert resumed_backend(str(own), "auto", True) is None, "one rank makes no sums"
 
 
+@pytest.mark.slow
 def test_a_run_says_its_backend_and_keeps_it(corpus, tmp_path, capfd):
     """With ranks of its own, which join over it."""
 

@@ -159,6 +159,7 @@ def harm(file, how):
     file.write_bytes(content)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_broken_newest_is_skipped_and_named(corpus, alone, saved, tmp_path, name, how):
@@ -306,6 +307,7 @@ def test_a_warning_tells_of_a_checkpoint_that_failed(corpus, tmp_path):
         fails_on_rank(0, corpus, str(tmp_path / "c"), "warn")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(corpus, tmp_path):
     """A file system of the size of three checkpoints, of which nine are to be kept."""
     tried = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)

@@ -60,6 +60,7 @@ def test_two_ranks_train_like_one(two_ranks, corpus, alone, placement):
         assert results[0]["balance"]["copies"] == results[0]["balance"]["saved_seconds"] == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -80,6 +81,7 @@ def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
     same(four_ranks.run(trained_with, corpus, changes), alone)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
@@ -308,6 +310,7 @@ def test_replicas_are_on_all_ranks_unless_they_are_given():
     assert num_ranks(dataclasses.replace(EXPERTS, degrees={"data": 2, "tensor": 2}), 8) == 4
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_tells(corpus, tmp_path):
     found, trace = tmp_path / "result.json", tmp_path / "trace"
     command = [

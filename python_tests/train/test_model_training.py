@@ -58,6 +58,7 @@ def trained(model, degrees, changes):
     return [*result["losses"], result["validation_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions):
     data = tuning if instructions else corpus
@@ -88,6 +89,7 @@ def test_stages_of_a_single_layer_are_refused(single_layer):
         Run.of(config_of(single_layer, degrees=Degrees(1, 2, 1)), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)])
 def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees):
     mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
@@ -111,6 +113,7 @@ def test_options_of_balanced_experts_need_them(llama, changes, why):
         config_of(**{"model": llama, **changes})
 
 
+@pytest.mark.slow
 def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
     """Averages, with error feedback; reduce-scatters, without."""
     expected = trained(llama, (1, 1, 1), {"data": corpus})
@@ -121,6 +124,7 @@ def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
         assert first == pytest.approx(expected, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_quantised_messages_train_alike(two_ranks, llama, corpus):
     """Stages of a transformers model."""
     expected = trained(llama, (1, 1, 1), {"data": corpus})
@@ -129,6 +133,7 @@ def test_quantised_messages_train_alike(two_ranks, llama, corpus):
     assert first == pytest.approx(expected, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
     expected = trained(llama, (1, 1, 1), {"data": corpus})
     for found in two_ranks.run(trained, llama, (2, 1, 1), {"data": corpus, "precision": "bfloat16"}):
@@ -160,6 +165,7 @@ def packed_opt(folder, tuning, degrees):
         Trainer(config_of(folder, data=tuning, degrees=degrees))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [Degrees(1, 1, 2), pytest.param(Degrees(1, 2, 1), marks=pytest.mark.slow)], ids=str
 )

@@ -46,6 +46,7 @@ def check_equal(text, data, expected, compiled):
 SLOW = {("sequence", "compile"), ("data", "compile"), ("recompute", "compile")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -64,6 +65,7 @@ def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, plain_run
     assert set().union(*(names for names, _ in found)) == set(plain_run[2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pipeline", ["pre_recompute", "interleaved", "zb_h1", "zb_v"])
 def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_plain_run, pipeline):
     plan = even(4, 2, 1, "oases", "full", pipeline, fsdp=True)
@@ -116,6 +118,7 @@ def goes_on(text, data, path, expected):
     trainer.close()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, plain_run, tmp_path):
     path, sharded = str(tmp_path / "checkpoint"), together("tensor", "fsdp").to_json()
     four_ranks.run(two_steps, sharded, corpus, path)
@@ -138,6 +141,7 @@ def check_behind(text, data, folder):
     assert second["validation_loss"] == first["validation_loss"]
 
 
+@pytest.mark.slow
 def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):
     four_ranks.run(check_behind, together("tensor", "fsdp").to_json(), corpus, str(tmp_path / "checkpoints"))
 
@@ -182,6 +186,7 @@ def test_rows_cover_every_pair():
     assert left == {frozenset({("a", "1"), ("c", "2")})}
 
 
+@pytest.mark.slow
 def test_the_array_of_plans_covers_every_pair():
     assert set().union(*map(pairs_in, pairs.rows())) == set(every_pair(pairs.FACTORS))
     for row in pairs.rows():

@@ -25,6 +25,7 @@ def test_two_ranks_train_like_one(two_ranks, corpus, plain_run, name):
     two_ranks.run(check_plan, PLANS[2][name].to_json(), corpus, plain_run)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS[4])
 def test_four_ranks_train_like_one(four_ranks, corpus, plain_run, name):
     four_ranks.run(check_plan, PLANS[4][name].to_json(), corpus, plain_run)
@@ -52,6 +53,7 @@ def two_steps(text, corpus, path):
     trainer.save(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param("4 -> 2", marks=pytest.mark.slow), "1 -> 4 -> 2", pytest.param("2 -> 4", marks=pytest.mark.slow)],

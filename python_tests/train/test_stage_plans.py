@@ -58,6 +58,7 @@ COVER = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", COVER)
 def test_stages_train_like_one_process(four_ranks, corpus, deep_plain_run, name):
     held = four_ranks.run(check_plan, COVER[name].to_json(), corpus, deep_plain_run)

@@ -82,6 +82,7 @@ def as_a_script(words):
     main(words)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_go_on(corpus, unbroken, tmp_path):
     """By the API under torchrun, whose store outlives a restart; its command is tested by `test_torchrun`."""
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
