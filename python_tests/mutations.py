@@ -164,7 +164,11 @@ def _copy_built(source: Path, target: Path) -> None:
 def run_tests(tests: Sequence[str]) -> str | None:
     """Run tests in the copy until one fails; return its name, or None if all pass. No tests: all of them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-o"]
-    code, output = _run([*command, f"timeout={TEST_SECONDS}", *(f"python_tests/{test}" for test in tests)])
+    command += [
+        f"timeout={TEST_SECONDS}",
+        *(("-m", "not gpu") if tests else ()),
+    ]  # named ones, also where they are slow
+    code, output = _run([*command, *(f"python_tests/{test}" for test in tests)])
     if code == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) python_tests/(.*?)(?: - .*)?$", output, re.MULTILINE)
