@@ -42,5 +42,5 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def poll_often() -> None:
-    """Let this rank notice a failure of another at once."""
-    failure._INTERVAL_SECONDS = 0.1
+    """Let this rank notice a failure of another soon, but not so often that the idle groups of other tests take a core."""
+    failure._INTERVAL_SECONDS = 0.3

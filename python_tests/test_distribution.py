@@ -90,6 +90,7 @@ def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_told(no_build, caps
     assert "torch 2.16.0a0+git1 is newer than 2.15" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_linked_for_another_torch_is_linked_again(tmp_path):
     """setuptools compares times alone, and that file may be newer than the objects for this torch."""
     library = tmp_path / "oases" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"

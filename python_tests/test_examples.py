@@ -49,6 +49,7 @@ def test_the_example_is_short():
     assert len(FINETUNE.read_text().splitlines()) <= 30
 
 
+@pytest.mark.slow
 def test_finetune_of_a_folder_leaves_a_model_that_transformers_loads(tmp_path, script_ranks):
     before, tokens = pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -64,6 +65,7 @@ def test_finetune_of_a_folder_leaves_a_model_that_transformers_loads(tmp_path, s
     assert "transformer.h layer 1" in printed
 
 
+@pytest.mark.slow
 def test_finetune_runs_with_nothing_given(tmp_path, script_ranks):
     found = losses(script_ranks.run(FINETUNE, folder=tmp_path))
     assert len(found) == 20
@@ -83,6 +85,7 @@ def printed_after(page, command):
     return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_torchrun_prints_what_the_page_says(tmp_path):
     page, script = "docs/howto/own-blocks.md", "example.py"
     (code,) = (block for block in blocks(page, "python") if "class Mlp" in block)

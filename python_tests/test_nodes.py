@@ -81,6 +81,7 @@ def told():
     return eval(output)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_ranks_of_a_node_are_near_and_nodes_are_far(told):
     seconds, sent = zip(*(told[0][name] for name in ("inside", "across", "both")), strict=True)
@@ -112,6 +113,7 @@ def stumble_on_the_last():
     dist.barrier()
 
 
+@pytest.mark.few(1)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("call", "code", "says"),
@@ -153,6 +155,7 @@ def agents_start(mark):
     return sum("forkserver" in command for command in with_mark(mark)) > 1
 
 
+@pytest.mark.few(1)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("when", "how"),

@@ -45,6 +45,7 @@ def model():
     return trace_layers(configured_model(T5), sequence=8)
 
 
+@pytest.mark.slow
 def test_every_kind_of_block_and_every_end_is_measured(found, model):
     """Measure two layers of each list, for a model of four."""
     blocks, ends, overheads = found[0]

@@ -343,6 +343,7 @@ def test_nothing_but_the_ranks_has_the_memory(two_ranks):
     assert two_ranks.run(permissions) == [([], [False, False])] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["import oases, torch", "import torch, oases"])
 def test_torch_knows_the_backend_whatever_is_imported_first(order, tmp_path):
     """Entry point of pyproject.toml, as torch finds it where oases is installed."""

@@ -108,6 +108,7 @@ def overlap_over_sim():
     return tensor[0].item(), record.finished - record.issued, record.finished - start, record.blocked_for
 
 
+@pytest.mark.slow
 def test_sim_backend_under_the_launcher():
     code = (
         "import test_testbed as t; from oases.launch.ranks import run_ranks\n"

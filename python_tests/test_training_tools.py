@@ -50,6 +50,7 @@ def logged(folder, step):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("script", "number"),
     [
@@ -80,6 +81,7 @@ def steps(printed):
     return [(int(step), *(pytest.approx(float(each), rel=1e-4) for each in numbers)) for step, *numbers in found]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", ["accelerated.py", pytest.param("lightning_module.py", marks=pytest.mark.slow)])
 def test_examples_with_a_loop(run, tmp_path, script):
     """Two ranks train and save in the middle; four, in two replicas, resume from there."""

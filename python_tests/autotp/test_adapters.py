@@ -57,6 +57,7 @@ def check(targets, folder, after=False):
     dist.barrier()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("targets", "after"),
     [
@@ -78,6 +79,7 @@ def dropped(alone):
     return float(oases.parallelize(model.train(), mesh=mesh)(**batch("llama")).loss.detach())
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters_does_not_depend_on_the_degree(two_ranks):
     assert two_ranks.run(dropped, False) == [pytest.approx(two_ranks.run(dropped, True)[0], rel=1e-5)] * 2
 
@@ -95,6 +97,7 @@ def check_fused():
     assert worst < 1e-6, (worst, name)  # the loss is in single precision
 
 
+@pytest.mark.slow
 def test_adapters_of_fused_linears_after_parallelize(two_ranks):
     two_ranks.run(check_fused)
 
@@ -113,6 +116,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", REFUSED)
 def test_adapters_that_are_refused_after_parallelize(two_ranks, what):
     options, expected = REFUSED[what]

@@ -76,6 +76,7 @@ MESHES = [  # pp, dp, tp
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
@@ -119,6 +120,7 @@ def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, ch
         assert why in error
 
 
+@pytest.mark.slow
 def test_tokens_on_a_wire(two_ranks):
     """Tokens are sent in the type of the stack's sums; without tensor parallelism they alone are."""
     for losses, sent in two_ranks.run(on_wires, "mixtral", {"dp": 2, "tp": 1}, (None, "int8")):
@@ -126,6 +128,7 @@ def test_tokens_on_a_wire(two_ranks):
         assert sent[1] < 0.3 * sent[0]
 
 
+@pytest.mark.slow
 def test_batches_that_are_split_differently_raise(two_ranks):
     """One sample in one sub-batch, four in two: layer 1 of a rank meets layer 0 of the other, in eval mode too."""
     for error in two_ranks.run(unevenly_split, "mixtral", (1, 4)):
@@ -134,6 +137,7 @@ def test_batches_that_are_split_differently_raise(two_ranks):
         assert "give sub_batches=1" in error
 
 
+@pytest.mark.slow
 def test_experts_are_saved_whole_and_loaded_into_another_degree(two_ranks, tmp_path):
     (losses, state), (others, _) = two_ranks.run(saved_and_loaded, "mixtral", {"tp": 2}, {}, tmp_path)
     assert losses == pytest.approx(others)

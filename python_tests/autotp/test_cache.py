@@ -37,6 +37,7 @@ def generated(name, schedule="oases", num_beams=1):
     return found.sequences, found.past_key_values.layers[0].keys.shape[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_gives_the_tokens_of_one_process(two_ranks, name):
     beams, plain = MODELS[name].get("num_beams", 1), build(name).eval()
@@ -58,6 +59,7 @@ def traces_of_tokens():
     return counts
 
 
+@pytest.mark.slow
 def test_layers_for_one_batch_size_are_not_traced_for_every_token(two_ranks):
     for few, more in two_ranks.run(traces_of_tokens):
         assert 0 < few == more

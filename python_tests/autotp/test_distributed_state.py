@@ -61,6 +61,7 @@ def saved_and_loaded(name, folder, options):
     return expected, found, sharded
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [("gpt2", {}), ("llama", {"cpu_offload": True}), ("llama", {"flatten_optimizer_state_dict": True})],

@@ -35,6 +35,7 @@ def hooked():
     return seen
 
 
+@pytest.mark.slow
 def test_hooks_fire_around_the_layers_and_are_refused_inside(two_ranks):
     expected = [("first", "Pending"), ("last", "Tensor"), ("norm", "Tensor"), ("head", "gradient")]
     assert two_ranks.run(hooked) == [expected] * 2
@@ -50,6 +51,7 @@ def results_of_layers(schedule):
     return read
 
 
+@pytest.mark.slow
 def test_hidden_states_are_there_where_layers_run_by_themselves(two_ranks):
     for read in two_ranks.run(results_of_layers, "oases"):
         assert "schedule='layers'" in read
@@ -77,6 +79,7 @@ def loss_alone(shared_traces, two_ranks):
     return two_ranks.run(dropped, {}, 1)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"schedule": "sync"}, {"sub_batches": 4}, {"recompute": "full"}])
 def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, loss_alone, options):
     assert two_ranks.run(dropped, options, 2) == [pytest.approx(loss_alone, rel=1e-6)] * 2
@@ -124,6 +127,7 @@ def inner_language_model():
     return report.layers[0].runs, report.notes
 
 
+@pytest.mark.slow
 def test_inner_language_models_make_no_cache(two_ranks):
     for runs, notes in two_ranks.run(inner_language_model):
         assert runs == "across layers"

@@ -20,6 +20,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SOME = ("mixtral", "qwen2_moe")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
 )
@@ -34,6 +35,7 @@ def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
         assert (layers["runs"], layers["schedule"]) == ("across layers", "oases")
 
 
+@pytest.mark.slow
 def test_attention_that_assigns_to_parts_of_tensors_is_sharded(two_ranks):
     for result in two_ranks.run(trained_beside_itself, "deepseek_v3", {}):
         assert result["logits"] <= 1e-5
@@ -77,6 +79,7 @@ def test_over_four_ranks(four_ranks):
         assert layers["experts"] == EXPERTS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "options", "runs", "why"),
     [

@@ -28,6 +28,7 @@ def test_ranks_take_the_heads_of_their_queries():
     assert (copies_of(Copied((4,), 2)), copies_of((4,))) == (2, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options", "changes"),
     [
@@ -64,5 +65,6 @@ def generated():
     return torch.equal(*words)
 
 
+@pytest.mark.slow
 def test_each_rank_caches_its_key_head(four_ranks):
     assert all(four_ranks.run(generated))

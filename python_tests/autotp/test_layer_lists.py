@@ -65,6 +65,7 @@ def test_lists_of_layers(kind, args, names):
     assert [each.name for each in observe(twin_of(kind(*args)), spec().inputs).lists] == names
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "args", "layers", "runs"),
     [(Plain, (Block, 1), 1, ACROSS), (Mixed, (), 2, ACROSS), (Mixed, ((1, 0),), 1, INSIDE)],
@@ -85,6 +86,7 @@ def hybrid(name, dtype):
     return found, [str(each.message) for each in told if TOLD in str(each.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "close", "part"),
     [
@@ -121,6 +123,7 @@ def told_of_olmoe():
     return [str(each.message) for each in told if TOLD in str(each.message)]
 
 
+@pytest.mark.slow
 def test_what_stays_whole_beside_experts_is_told_of(two_ranks):
     """Attention that norms all heads at once; neither the MLP beside it nor its router."""
     for rank, told in enumerate(two_ranks.run(told_of_olmoe)):

@@ -133,6 +133,7 @@ SLOW = {"first again", "places", "constants", "twice", "reversed", "all results"
 """Found by the same rules as others, which the rest of the ways show."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_loops_over_layers(two_ranks, way):
     runs, reason = WAYS[way]

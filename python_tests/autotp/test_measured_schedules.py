@@ -77,6 +77,7 @@ def of_several_lengths(path, lengths):
     return tuning.turns
 
 
+@pytest.mark.slow
 def test_replicas_that_share_experts_may_have_other_lengths(four_ranks, tmp_path):
     """Messages to agree on a choice must not depend on a replica's own shapes: the other one would not send any."""
     found = four_ranks.run(of_several_lengths, tmp_path / "s.json", [[8, 8, 40], [8, 40, 8]])
@@ -84,6 +85,7 @@ def test_replicas_that_share_experts_may_have_other_lengths(four_ranks, tmp_path
     assert len(found[0]) == 3
 
 
+@pytest.mark.slow
 def test_replicas_that_share_experts_choose_together(four_ranks, tmp_path):
     """Their messages to experts go in the order of the schedule; other replicas may choose each on its own."""
     found = four_ranks.run(balanced, tmp_path / "s.json")

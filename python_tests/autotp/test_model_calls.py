@@ -55,6 +55,7 @@ def in_many_ways():
     return max(worst)
 
 
+@pytest.mark.slow
 def test_masks_positions_and_embeddings(two_ranks):
     assert max(two_ranks.run(in_many_ways)) < 1e-5
 
@@ -170,6 +171,7 @@ def message(function):
     return said(function)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("function", ERRORS)
 def test_a_clear_error_of_a_call(two_ranks, function):
     for text in two_ranks.run(message, function):
@@ -224,6 +226,7 @@ def under_autocast(backend):
     assert (mine - part).norm() < 0.02 * part.norm()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_loss_and_gradients_under_autocast_are_those_of_one_process(two_ranks, backend):
     two_ranks.run(under_autocast, backend)

@@ -62,6 +62,7 @@ WAYS = ({"schedule": "layers"}, {"recompute": "full"}, {"schedule": "sync"}, {"s
 ONCE = (("llama", WAYS[0]), ("gpt2", WAYS[1]), ("llama", WAYS[2]), ("phi", WAYS[3]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -86,6 +87,7 @@ def in_bfloat16(name):
     return float(expected), float(loss), [each.runs for each in model.oases_partition.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each != "llama")]
 )
@@ -103,6 +105,7 @@ def plans(name):
     return report.plan_agrees, report.plan_differs, str(report)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "entries"),
     [

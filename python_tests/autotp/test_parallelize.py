@@ -16,6 +16,7 @@ from oases.profile.memory import measure_memory
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
 def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
     model = build(name)
@@ -43,6 +44,7 @@ def layers_computed_again(name, recompute):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "stacks"), [("gptj", 1), ("llama", 1), ("bart", 2)])
 def test_recompute_counts_the_layers_of_the_model(two_ranks, name, stacks):
     """Layers of one block, of two, and of three in a decoder."""

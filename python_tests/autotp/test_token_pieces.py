@@ -51,6 +51,7 @@ def check(results, recomputed=False, close=CLOSE):
         assert ("R" in kinds) is recomputed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -70,10 +71,12 @@ def test_gradients_are_those_of_one_process(two_ranks, name, options):
     check(two_ranks.run(gradients, name, options), "recompute" in options, close)
 
 
+@pytest.mark.slow
 def test_four_ranks(four_ranks):
     check(four_ranks.run(gradients, "gemma3", {"recompute": "full"}, 12, {"num_key_value_heads": 4}), True, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)])
 def test_stages_and_replicas(four_ranks, shape):
     assert apart(four_ranks.run(trained_in_stages, "llama", shape, ALONG)) <= 1e-6
@@ -92,6 +95,7 @@ def refusals():
     ]
 
 
+@pytest.mark.slow
 def test_refusals(two_ranks):
     for odd, whole_attention, inside, unlisted in two_ranks.run(refusals):
         assert "over 2 ranks; pad it to a multiple, or leave out sequence_parallel" in odd

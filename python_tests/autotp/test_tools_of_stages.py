@@ -31,6 +31,7 @@ def refusals(folder):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 def test_tools_refuse_stages(two_ranks, tmp_path):
     names = (
         "Trainer was given LlamaForCausalLM in pipeline stages",
@@ -58,6 +59,7 @@ def meshes(kind):
     return found.mesh_dim_names, found["tp"].size(), copy.deepcopy(model).oases_mesh == found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "group", "unnamed", "dp and tp", "stages"])
 def test_every_model_knows_its_mesh(two_ranks, kind):
     names = {"dp and tp": ("dp", "tp"), "stages": ("pp", "dp", "tp")}.get(kind, ("tp",))

@@ -50,6 +50,7 @@ def losses(model, path, *options):
     return json.loads(path.read_text())["wires"]
 
 
+@pytest.mark.slow
 def test_losses_of_a_model(llama, tmp_path):
     found = losses(llama, tmp_path / "result.json")
     exact, lossy = found["none"][0], found["int8"][0]

@@ -63,6 +63,7 @@ def beside_one_process(config, steps=2):
     return mesh.get_local_rank("pp"), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_contestants_compute_what_one_process_computes(eight_ranks, across):
     config = replace(SMALL, across=across, peers="all")

@@ -13,6 +13,7 @@ from oases_bench.pipeline import PipelineBenchConfig, run_pipeline_bench
 SMALL = PipelineBenchConfig(micro_batches=4, forward_ms=1.0, hidden=64, sequence=64, iterations=1)
 
 
+@pytest.mark.slow
 def test_every_pipeline_has_its_row(four_ranks):
     results = four_ranks.run(run_pipeline_bench, SMALL, Ranks(4), False)
     rows = results[0]["schedules"]

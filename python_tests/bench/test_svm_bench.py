@@ -15,6 +15,7 @@ from oases_bench.svm_fits import contestants, recovered, reweighted, synthetic
 from oases_svm.penalties import Penalty
 
 
+@pytest.mark.slow
 def test_ours_is_at_or_below_reweighted_programs():
     result = run_svm_bench(SvmBenchConfig(repeats=1, penalties="l1,scad"), shows=False)
     assert len(result["objectives"]) == 4

@@ -67,6 +67,7 @@ def test_a_llama_beside_the_gpt_of_its_sizes(two_ranks, tmp_path, recompute):
     assert table.row_count == 2 * 3
 
 
+@pytest.mark.slow
 def test_balanced_experts(two_ranks, tmp_path):
     config = config_of(tmp_path, MIXTRAL, schedules="sync,oases", experts_mode="balanced")
     result = two_ranks.run(run, config)[0]
@@ -76,6 +77,7 @@ def test_balanced_experts(two_ranks, tmp_path):
         assert row["all_reduces_per_layer"] == 4
 
 
+@pytest.mark.slow
 def test_layers_of_one_block(two_ranks, tmp_path):
     config = config_of(tmp_path, GPTJ, recompute="full")
     result = two_ranks.run(run, config)[0]
@@ -160,6 +162,7 @@ def test_models_of_two_lists_are_refused(tmp_path):
     run_ranks(refusal, (config_of(tmp_path, t5),), TWO_AS_ONE)
 
 
+@pytest.mark.slow
 def test_the_command(ranks_at_hand, capfd, tmp_path):
     config, result = tmp_path / "config.json", tmp_path / "result.json"
     config.write_text(json.dumps(LLAMA))

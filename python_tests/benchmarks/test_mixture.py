@@ -13,6 +13,7 @@ SMALL = MixtureBenchConfig(
 )
 
 
+@pytest.mark.slow
 def test_every_placement_trains_alike(two_ranks):
     result = two_ranks.run(run_mixture_bench, SMALL, Ranks(), False)[0]
     assert result["config"]["ranks"] == 2

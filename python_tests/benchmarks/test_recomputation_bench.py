@@ -19,6 +19,7 @@ def test_later_stages_recompute_less():
     assert layers["one_f_one_b/fits"] == [11, 10, 8, 3]
 
 
+@pytest.mark.slow
 def test_memory_is_evened_out(four_ranks):
     rows = four_ranks.run(run_recomputation_bench, SMALL, Ranks(4), False)[0]["schedules"]
     full, fits = rows["one_f_one_b/full"], rows["one_f_one_b/fits"]

@@ -95,6 +95,7 @@ def serve(rank, port, how, backend, connection):
     os._exit(0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "backend"), [("dies", "gloo"), ("dies", "staged"), ("stalls", "gloo"), ("stalls", "staged")]
 )

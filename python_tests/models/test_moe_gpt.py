@@ -62,6 +62,7 @@ def check(results, alone, tensor):
             torch.testing.assert_close(part, whole, rtol=1e-9, atol=1e-12, msg=f"{name} on rank {rank}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("placement", ["none", "prophet", "faster_moe"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_two_replicas_have_the_gradients_of_one_process(two_ranks, alone, placement, recompute):

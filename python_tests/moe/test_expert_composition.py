@@ -81,6 +81,7 @@ def check_stages(name, placement, recompute):
     return total, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "placement", "recompute"),
     [("one_f_one_b", "none", False), ("one_f_one_b", "prophet", True), ("gpipe", "faster_moe", False),

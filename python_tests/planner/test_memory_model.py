@@ -67,6 +67,7 @@ def predicted(recompute):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_are_those_that_the_allocator_sees(two_ranks, recompute):
     (real, gradients), model = two_ranks.run(measured, recompute)[0], predicted(recompute)
@@ -141,6 +142,7 @@ def held_by_a_trainer(precision, zero):
     return weights, gradients, state, sum(copies)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_plan_counts_what_a_trainer_holds(two_ranks, precision, zero):

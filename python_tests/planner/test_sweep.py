@@ -64,6 +64,7 @@ def test_faster_links_keep_their_start_up():
     assert found.cluster.startup_seconds == hardware.cluster.startup_seconds
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweeps, "SPEEDS", (0.5, 1.0))
     monkeypatch.setattr(sweeps, "SIZES", (1.0, 2.0))

@@ -73,6 +73,7 @@ CASES = [("two_ranks", 0, 3 * PERIOD), ("four_ranks", 600, 3 * PERIOD)]
 SLOW = [("two_ranks", 144, 456), ("four_ranks", 744, 256)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("pool", "first", "count"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )

@@ -48,6 +48,7 @@ def test_it_comes_to_the_optimum_of_l1():
     assert model.objective_ == pytest.approx(0.1290815, rel=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["scad", "mcp"])
 @pytest.mark.parametrize("shape", [(100, 20), (40, 120)])
 def test_it_stops_on_both_residuals(name, shape):

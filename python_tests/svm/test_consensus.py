@@ -23,6 +23,7 @@ def answer(part, x, y, name):
     return {key: value for key, value in vars(model).items() if key != "process_group"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["l1", "scad", "mcp"])
 @pytest.mark.parametrize("shape", [(90, 30), (60, 260)])
 def test_two_ranks_fit_as_one(two_ranks, name, shape):

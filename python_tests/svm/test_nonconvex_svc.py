@@ -20,6 +20,7 @@ from oases_svm.penalties import THETAS, Penalty
 NAMES = tuple(THETAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "penalty", ["scad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mcp", "capped_l1", "l1"))]
 )

@@ -77,6 +77,7 @@ def test_all_degrees_train_adapters_alike(two_ranks, llama, corpus):
             assert [*found[:-2], found[-1]] == pytest.approx([*expected, norm], rel=1e-4), (degrees, changes)
 
 
+@pytest.mark.slow
 def test_adapters_are_resumed_and_exported(two_ranks, llama, corpus, tmp_path):
     unbroken = trained(llama, (1, 1, 1), {"data": corpus, "steps": 6, "precision": "bfloat16"})[0]
     folder, out = str(tmp_path / "run"), tmp_path / "adapter"

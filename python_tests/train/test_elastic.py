@@ -33,6 +33,7 @@ def assert_same_curve(log, alone):
     assert losses == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_lost_for_good_leaves_fewer_replicas(corpus, alone, tmp_path, every):
     """It goes on from a checkpoint, or from memory, where every replica has all of the state."""

@@ -38,6 +38,7 @@ def on_ranks(corpus):
     ]
 
 
+@pytest.mark.slow
 def test_the_training_is_the_same_with_and_without(two_ranks, corpus):
     alone = check_same(corpus)
     assert list(alone) == [2, 4]

@@ -68,6 +68,7 @@ def without_locks(monkeypatch):
     monkeypatch.setattr(lock.fcntl, "lockf", lockf)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["locks", "no locks"])
 def test_another_run_is_named_until_it_ends(tmp_path, other, monkeypatch, kind):
     if kind == "no locks":
@@ -140,6 +141,7 @@ def test_a_folder_that_was_lost_is_written_no_more(tmp_path, monkeypatch, kind):
     assert (tmp_path / LOCK).exists()  # the other's
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"process": 1}', '{"host": 1, "process": "x", "since": "y"}'])
 def test_a_lock_file_may_hold_anything(tmp_path, monkeypatch, content):
     (tmp_path / LOCK).write_text(content)
@@ -161,6 +163,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_a_lock_lost_by_reading_the_file_is_taken_again_or_known_as_lost(tmp_path, other):
     held = FolderLock(tmp_path)
     (tmp_path / LOCK).read_text()  # ends the lock
@@ -229,6 +232,7 @@ def test_a_run_that_lost_its_folder_says_so_and_writes_nothing(corpus, tmp_path)
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_says_so_before_ranks_start(corpus, tmp_path, other, capsys, monkeypatch):
     process = other()
     monkeypatch.setattr("oases.launch.ranks.run_ranks", lambda *given: pytest.fail("ranks were started"))

@@ -48,6 +48,7 @@ LEGS = {
 """Degrees over two ranks, and options of a session."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -68,6 +69,7 @@ def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, kind):
         assert mean(found) == pytest.approx(mean(expected), rel=1e-4), other
 
 
+@pytest.mark.slow
 def test_any_mesh_goes_on_from_the_parts_of_a_v(two_ranks, tmp_path):
     """One stage has the first and the last part, and the tied table alone."""
     folder, four = str(tmp_path / "run"), {"layers": 4}
@@ -109,6 +111,7 @@ def test_shards_go_on_in_bfloat16_at_other_degrees(two_ranks, four_ranks, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_dropout_goes_on(two_ranks, tmp_path):
     folder, options = str(tmp_path / "run"), {"dropout": 0.1}
     expected = two_ranks.run(first_leg, "gpt2", (1, 1, 2), folder, options)
@@ -139,6 +142,7 @@ def test_a_model_in_stages_is_saved_for_transformers(four_ranks, tmp_path, name)
         assert torch.equal(value, loaded.state_dict()[key]), key
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_v_are_saved_for_transformers(four_ranks, tmp_path):
     options = {"layers": 4, "pipeline": "zb_v"}
     full, *_ = four_ranks.run(save_whole, "gpt2", str(tmp_path / "whole"), options)

@@ -61,6 +61,7 @@ def check_ranks(corpus, name, alone):
         assert 0.4 < held / alone[2] < 0.6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_are_near_those_of_float32(two_ranks, corpus, alone, name):
     two_ranks.run(check_ranks, corpus, name, alone)
@@ -108,6 +109,7 @@ def go_on(corpus, changes, path):
     return losses[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dp 2 zero", "dp 2 fsdp", "pp 2"])
 def test_a_run_goes_on_equal_to_the_bit(two_ranks, corpus, tmp_path, name):
     path = str(tmp_path / "checkpoint")

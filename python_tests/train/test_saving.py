@@ -19,6 +19,7 @@ from oases.train.checkpoint.lock import LOCK
 # --- optimizers ---
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["NAdam", "Adagrad", "RMSprop", "ASGD", "Rprop", "Adadelta"])
 def test_optimizers_of_torch_go_on(tmp_path, kind):
     data = batch("llama")
@@ -152,6 +153,7 @@ def check_refusals(folder):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_all_ranks(two_ranks, tmp_path):
     two_ranks.run(check_refusals, str(tmp_path / "run"))
 

@@ -52,6 +52,7 @@ def losses_of_all(text, data, steps):
     return list(enumerate(losses, start=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "plan", "kinds"),
     [
@@ -99,6 +100,7 @@ def fails_in_the_third_step(text, data, folder, victim, where):
     return said, curve(text, data, checkpoint=folder, resume="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "victim", "where"),
     [
@@ -137,6 +139,7 @@ def told_to_end(text, data, folder, victim):
     return ended.value.code, trainer.steps_done
 
 
+@pytest.mark.slow
 def test_all_stages_end_when_one_rank_is_told_to(four_ranks, corpus, tmp_path):
     folder = str(tmp_path / "c")
     assert four_ranks.run(told_to_end, TP, corpus, folder, 3) == [(SAVED_EXIT_CODE, 3)] * 4
@@ -194,6 +197,7 @@ def finds_the_disk_full(text, data, folder, victim):
     return failed, sorted(os.listdir(folder))
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_the_last_stage_loses_nothing(four_ranks, corpus, tmp_path):
     for failed, left in four_ranks.run(finds_the_disk_full, TP, corpus, str(tmp_path / "c"), 2):
         assert "step-000004' could not be written: rank 2: [Errno 28] No space left on device" in failed[0]

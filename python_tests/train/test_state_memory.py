@@ -91,6 +91,7 @@ def restored(corpus, folder, shape, where):
     return same, step, losses, expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_ranks_go_on_from_their_own_memory(two_ranks, corpus, tmp_path, shape):
     for same, step, losses, expected in two_ranks.run(restored, corpus, str(tmp_path / "run"), shape, "own"):
@@ -185,6 +186,7 @@ def losses_of_run(corpus, folder, options):
     return Trainer(TrainConfig(data=str(corpus), steps=STEPS, **values)).train()["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "options"),
     [

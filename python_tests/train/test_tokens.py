@@ -77,6 +77,7 @@ def tokens_at(path, tokenizer):
     return str(corpus.file), corpus.file.stat().st_mtime_ns, corpus.num_tokens
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_share_one_file(folder, tmp_path):
     (tmp_path / "text").write_text(TEXT)
     with multiprocessing.get_context("spawn").Pool(2) as pool:

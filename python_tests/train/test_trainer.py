@@ -109,6 +109,7 @@ def measured_losses(data, path, changes):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "calls"),
     [
@@ -143,6 +144,7 @@ def repeated_losses(data, path, cuts):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_measures_is_repeated_to_the_bit(four_ranks, corpus, tmp_path):
     """Whole, and cut off while it measured or repeated; each replica measures on its own."""
     expected, *again = (

@@ -23,6 +23,7 @@ def raises(h):
     raise RuntimeError("out of luck")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("block", range(2 * LAYERS))
 def test_a_failed_op_leaves_no_silently_wrong_gradient(two_virtual, block, where):

@@ -19,6 +19,7 @@ from oases.execution.group import scheduler_of
 from oases.train.meter import Meter
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("schedule", "sequence_parallel"), [("sync", False), ("oases", False), ("cross_pass", False), ("oases", True)]
