@@ -42,5 +42,5 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def poll_often() -> None:
-    """Let this rank notice a failure of another soon, but not so often that the idle groups of other tests take a core."""
+    """Let this rank notice another's failure soon, but leave the cores to tests: groups of earlier ones are polled, too."""
     failure._INTERVAL_SECONDS = 0.3

@@ -29,7 +29,7 @@ def start(call, nodes=2, ranks=2, **environment):
     """A process behind a link that calls a function, given as text with its arguments, on ranks spread over nodes."""
     code = (
         "import rank_programs, test_nodes as t\n"
-        f"print(t.run_ranks({call}, t.RankOptions({ranks}, nodes=t.Nodes({nodes}, {LINK!r}), timeout_seconds=240)))"
+        f"print(t.run_ranks({call}, t.RankOptions({ranks}, nodes=t.Nodes({nodes}, {LINK!r}), timeout_seconds=540)))"
     )
     return subprocess.Popen(
         testbed.command_behind(LINK, [sys.executable, "-c", code], nodes), cwd=HERE, text=True,
@@ -76,7 +76,7 @@ def price_and_places():
 def told():
     """Result of four ranks on two nodes: the price of all-reduces, and their places."""
     run = start("t.price_and_places, ()", ranks=4)
-    output, error = run.communicate(timeout=300)
+    output, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     return eval(output)
 
@@ -142,7 +142,7 @@ def stumble_on_the_last():
 def test_a_rank_that_fails_ends_the_run(call, code, says):
     mark = uuid.uuid4().hex
     run = start(call, MARK=mark)
-    _, error = run.communicate(timeout=300)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == code, error
     for text in says:
         assert text in error, error
@@ -175,7 +175,7 @@ def test_nothing_is_left(when, how, tmp_path):
         time.sleep(0.1)
     number = signal.Signals[how.split()[0]]
     os.killpg(run.pid, number) if "group" in how else os.kill(run.pid, number)
-    _, error = run.communicate(timeout=300)
+    _, error = run.communicate(timeout=600)
     wait_until_gone(mark)
     assert sorted(os.listdir("/sys/class/net")) == links
     if number == signal.SIGKILL:

@@ -146,7 +146,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         run = training(tmp_path / "ready", OASES_TEST=mark, TMPDIR=folder)
         assert len(with_mark(mark)) >= 4  # the launcher, the server, the ranks
         run.kill()
-        run.communicate(timeout=300)
+        run.communicate(timeout=600)
         wait_until_gone(mark)
         assert left_in(folder) == [], "the server removes the folder of its socket"
 
@@ -183,7 +183,7 @@ def test_an_interrupt_ends_the_run_in_one_line_and_leaves_no_folder(tmp_path):
     with tempfile.TemporaryDirectory() as folder:
         run = training(tmp_path / "ready", TMPDIR=folder)
         os.killpg(run.pid, signal.SIGINT)
-        _, error = run.communicate(timeout=300)
+        _, error = run.communicate(timeout=600)
         assert left_in(folder) == []
     assert run.returncode == 130
     assert "oases: interrupted" in error
