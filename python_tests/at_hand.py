@@ -42,5 +42,5 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def poll_often() -> None:
-    """Let this rank notice another's failure soon, but leave the cores to tests: groups of earlier ones are polled, too."""
+    """Let this rank notice a failure of another soon, yet leave the cores to the tests: groups of all are polled."""
     failure._INTERVAL_SECONDS = 0.3
