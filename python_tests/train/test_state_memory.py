@@ -70,7 +70,7 @@ def restored(corpus, folder, shape, where):
 
     where: "own", memory of each rank; "replica": rank 1 has lost its memory; "swapped": ranks have changed places.
     """
-    torch.manual_seed(0)  # torch's own generator is part of the state, and other tests may have left ranks with others
+    torch.manual_seed(0)  # part of the state, and other tests may have left the ranks with others
     with memory() as mine:
         trainer = trainer_of(corpus, folder, **SHAPES[shape])
         steps_of(trainer, 3)
