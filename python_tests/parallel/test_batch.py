@@ -335,8 +335,8 @@ def test_a_small_batch_with_inputs_is_not_cut_along_the_sequence():
     torch.testing.assert_close(stack(x, [BlockInputs()] * 2), make_stack([blocks[1]] * 2, None, sub_batches=1)(x))
 
 
-class Scaled(nn.Module):
-    """A block whose features and result are scaled by tables of the tokens; joint: it reads the mean of the tokens."""
+class Tabled(nn.Module):
+    """A block whose features and result are scaled by tables of the tokens. joint: it reads the tokens' mean."""
 
     def __init__(self, joint):
         super().__init__()
@@ -353,7 +353,7 @@ class Scaled(nn.Module):
 
 def test_inputs_are_cut_along_the_sequence_where_they_say_how():
     """A table is read whole by a joint block's partial, in parts by its combine and by token-wise blocks."""
-    blocks = [Scaled(joint) for joint in (True, False, False, True)]
+    blocks = [Tabled(joint) for joint in (True, False, False, True)]
     x = torch.randn(1, 7, WIDTH, dtype=torch.float64)
     owned = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 1), (1, 1, 7))]
     table, weights = owned
