@@ -188,7 +188,7 @@ class CallInputs:
         for each in given:
             if id(each) not in known:
                 columns = [parts[id(value), dim] for value, dim in zip(each.values, self._dims(each), strict=True)]
-                whole = [tuple(parts[id(value), None][0] for value in each.values)] * of_tokens
+                whole = [tuple(parts[id(value), None][0] for value in each.values)] if of_tokens else []
                 known[id(each)] = [*(zip(*columns, strict=True) if columns else nothing), *whole]
             self._values.append(known[id(each)])
 
