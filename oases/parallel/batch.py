@@ -7,7 +7,7 @@ read gets one gradient: the sum over blocks and sub-batches, and over the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from oases.execution.piece import Leaves
 from oases.execution.wire import Scheduler
 from oases.parallel.randomness import Extent
-from oases.schedule import Schedule
+from oases.schedule import LayerOf, Schedule, along_sequence, generate, recomputed_layers
 
 _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
 
@@ -97,6 +97,44 @@ class SubBatches:
         if size == 1:
             return self.extent(s)
         return replace(self.extent(s), first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
+
+
+class SmallBatches:
+    """Schedules in place of a stack's own where a batch has fewer samples than sub-batches, made once each.
+
+    They recompute the same.
+
+    lay_out: makes a schedule that the stack can run.
+    """
+
+    def __init__(self, num_blocks: int, layer_of: LayerOf, lay_out: Callable[[Schedule], Schedule]) -> None:
+        self._num_blocks, self._layer_of, self._lay_out = num_blocks, layer_of, lay_out
+        # By the id of the schedule, which the stack holds.
+        self._by_tokens: dict[tuple[int, frozenset[int]], Schedule] = {}
+        self._whole: dict[int, Schedule] = {}
+
+    def by_tokens(self, schedule: Schedule, joint: frozenset[int]) -> Schedule:
+        """Sub-batches of tokens. joint: blocks that need all tokens at once."""
+        if (id(schedule), joint) not in self._by_tokens:
+            again, parts = self._recomputed(schedule), schedule.num_sub_batches
+            self._by_tokens[id(schedule), joint] = along_sequence(
+                self._num_blocks, parts, joint, again, self._layer_of
+            )
+        return self._by_tokens[id(schedule), joint]
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The unsplit batch."""
+        if id(schedule) not in self._whole:
+            again = self._recomputed(schedule)
+            self._whole[id(schedule)] = self._lay_out(generate("sync", self._num_blocks, 1, again, self._layer_of))
+        return self._whole[id(schedule)]
+
+    def is_whole(self, schedule: Schedule) -> bool:
+        """Whether a schedule is such a replacement by the unsplit batch."""
+        return any(schedule is each for each in self._whole.values())
+
+    def _recomputed(self, schedule: Schedule) -> int:
+        return recomputed_layers(schedule.recomputed_blocks, self._num_blocks, self._layer_of)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ from oases.execution.group import ProcessGroup, group_of, refuse_capture, resolv
 from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Turn
-from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
+from oases.parallel.batch import (
+    BlockInputs,
+    CallInputs,
+    SequenceShard,
+    SmallBatches,
+    SubBatches,
+    differentiable,
+    refuse_mixing,
+)
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
 from oases.parallel.checks import (
@@ -38,7 +46,6 @@ from oases.parallel.checks import (
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
-from oases.parallel.small_batch import SmallBatches
 from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.plans.shape import AUTO_LOSSY
 from oases.reporting import WHOLE_BATCH
