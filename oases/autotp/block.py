@@ -20,15 +20,18 @@ Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 class LayerCall:
     """One call of a layer as its blocks see it: the program of each sub-batch and its inputs.
 
-    leaves: those of (args, kwargs) without the activation. parts: ranks that the sequence is divided over between
-    blocks. The program of each sub-batch shape and the layer's
-    buffers and constants are looked up once per call.
+    parts: ranks that the sequence is divided over between blocks. by_tokens: program of the whole call, whose
+    sub-batches may be of tokens; else None. The program of each sub-batch shape and the layer's buffers and constants
+    are looked up once per call.
     """
 
-    def __init__(self, layer: nn.Module, programs: Programs, parts: int = 1) -> None:
+    def __init__(
+        self, layer: nn.Module, programs: Programs, parts: int = 1, by_tokens: Program | None = None
+    ) -> None:
         self.layer = layer
         self.programs = programs
         self.parts = parts
+        self.of_tokens = None if by_tokens is None else (by_tokens, dict[str, Any]())
         self._known: dict[torch.Size, tuple[Program, dict[str, Any]]] = {}
 
     def whole(self, part: Tensor) -> torch.Size:
@@ -45,7 +48,7 @@ class LayerCall:
         whole: shape of the sub-batch's activation where `x` is this rank's part of it.
         """
         shape = x.shape if whole is None else whole
-        known = self._known.get(shape)
+        known = self.of_tokens or self._known.get(shape)
         if known is None:
             if whole is not None:  # shape and type alone are read: no memory for the rest
                 x_whole = x.detach().new_empty(()).expand(whole)
@@ -98,6 +101,8 @@ class GraphBlock(HoldsGroup, nn.Module):
         super().__init__()
         self.number = number
         self.process_group = group
+        self.token_wise = False
+        """Whether it relates no tokens in the current call, if that may be cut into sub-batches of tokens."""
         self.names = tuple(sorted(names))
         self._paths = [(name, mangled(name), tuple(name.split("."))) for name in self.names]
         self.adopt(layer)
@@ -123,12 +128,14 @@ class GraphBlock(HoldsGroup, nn.Module):
 
     def partial(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Activation [batch, ...] -> this rank's partial sum."""
-        return call.run(self, "partial", x, (), rest)
+        return call.run(self, "partial" if call.of_tokens is None else "tokens.partial", x, (), rest)
 
     def combine(self, x: Tensor, y: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Activation and sum -> the next activation, [batch, ...]: all whole, or all a part of the sequence."""
         if call.parts > 1:
             return call.run(self, "part.combine", x, (y,), rest, call.whole(x))
+        if call.of_tokens is not None:
+            return call.run(self, "tokens.combine", x, (y,), rest)
         return call.run(self, "combine", x, (y,), rest)
 
     def prepare(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:

@@ -8,10 +8,10 @@ once; every trace must agree with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -39,7 +39,7 @@ from oases.autotp.samples import relation_of_samples
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.tokens import TokenPieces, token_pieces
+from oases.autotp.tokens import SubBatchPieces, TokenPieces, sub_batch_pieces, token_pieces
 from oases.errors import UsageError
 from oases.parallel.sharding import Cut
 
@@ -69,6 +69,7 @@ class CallSignature:
         )
 
 
+_Pieces = TypeVar("_Pieces", TokenPieces, SubBatchPieces)
 _Length = int | tuple[Any, float, float]
 """Dimension of an input: its length, or (symbol, minimum, maximum)."""
 
@@ -105,32 +106,46 @@ class Program:
     @cached_property
     def tokens(self) -> list[TokenPieces]:
         """Graphs of the blocks under sequence parallelism. UsageError where what is not gathered relates tokens."""
-        assert self.blocks is not None
-        assert self.activation is not None
-        graph, name = self.walk.graph, self.exported.inputs[self.activation]
-        (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == name)
         try:
-            made = [token_pieces(graph, x, each.begin, each.sums, each.end) for each in self.blocks]
+            return self._pieces_by("part", token_pieces)
         except UnsplittableError as error:
             raise UsageError(
                 f"sequence_parallel: {type(self.exported.layer).__name__} cannot run on parts of a sequence: "
                 f"{error}; leave sequence_parallel out"
             ) from error
+
+    @cached_property
+    def sub_batches_of_tokens(self) -> list[SubBatchPieces]:
+        """Graphs of the blocks for sub-batches of tokens; none where what follows a sum relates tokens."""
+        try:
+            return self._pieces_by("tokens", sub_batch_pieces)
+        except UnsplittableError:
+            return []
+
+    def _pieces_by(self, kind: str, made_by: Callable[..., _Pieces]) -> list[_Pieces]:
+        assert self.blocks is not None
+        assert self.activation is not None
+        graph, name = self.walk.graph, self.exported.inputs[self.activation]
+        (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+        made = [made_by(graph, x, each.begin, each.sums, each.end) for each in self.blocks]
         for number, pieces in enumerate(made):  # now: a compiled block would be compiled anew for each entry
-            for name in ("prepare", "product", "combine"):
-                self._readings[number, f"part.{name}"] = self._with_sources(getattr(pieces, name))
+            for name, piece in vars(pieces).items():
+                if isinstance(piece, Piece):
+                    self._readings[number, f"{kind}.{name}"] = self._with_sources(piece)
         return made
 
     def reading(self, number: int, name: str) -> tuple[Piece, list[tuple[int | None, str, str]]]:
         """A graph of a block, and the sources of its further arguments.
 
-        name: of BlockPieces, or "part.NAME" of TokenPieces. Each source is the index of a leaf of the call; or the
-        name of a parameter of the block; or a placeholder.
+        name: of BlockPieces, "part.NAME" of TokenPieces or "tokens.NAME" of SubBatchPieces. Each source is the index
+        of a leaf of the call; or the name of a parameter of the block; or a placeholder.
         """
         if (number, name) not in self._readings:
             assert self.blocks is not None
             if name.startswith("part."):
                 _ = self.tokens
+            elif name.startswith("tokens."):
+                _ = self.sub_batches_of_tokens
             else:
                 self._readings[number, name] = self._with_sources(getattr(self.blocks[number], name))
         return self._readings[number, name]
@@ -196,6 +211,11 @@ class Program:
         if not mine or not x:
             return False
         return x[0] > 1 and mine[0] == x[0] if isinstance(x[0], int) else mine[0] == x[0]
+
+    def tokens_of(self, leaf: int) -> int | None:
+        """Dimension of the tokens of an input of which sub-batches of tokens get their part; None for all of it."""
+        name = self.exported.inputs[leaf] or ""
+        return next((each.dims[name] for each in self.sub_batches_of_tokens if name in each.dims), None)
 
     @property
     def why_not_in_a_stack(self) -> str:

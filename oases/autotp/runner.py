@@ -239,18 +239,21 @@ class Runner:
         x, calls = self._x, self._calls
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
-        of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
-        for block, index in [] if self.sharded else zip(self.stack.blocks, self.layer_of, strict=True):
+        by_tokens = self.stack.may_cut_tokens(x) and all(call.program.sub_batches_of_tokens for call in calls)
+        of_layer = [self._inputs(layer, call, by_tokens) for layer, call in zip(self.layers, calls, strict=True)]
+        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
-            block.adopt(self.layers[index].module)
+            block.token_wise = by_tokens and calls[index].program.sub_batches_of_tokens[block.number].token_wise
+            if not self.sharded:
+                block.adopt(self.layers[index].module)
         training = any(any(call.call_signature.modes) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
         inputs = [of_layer[index] for index in self.layer_of]
         return self.run(x, inputs) if self.context is None else self.stack(x, inputs, context=self.context)
 
-    def _inputs(self, layer: Layer, call: DeferredCall) -> BlockInputs:
-        """Further inputs of a layer's blocks."""
+    def _inputs(self, layer: Layer, call: DeferredCall, by_tokens: bool) -> BlockInputs:
+        """Further inputs of a layer's blocks. by_tokens: whether sub-batches may be of tokens."""
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
             return layer.program(call.call_signature, list(rest), call.tree, part)
@@ -264,4 +267,6 @@ class Runner:
         parts = self.stack.tensor_parallel if self.stack.schedule.sequence_parallel else 1
         if parts > 1:
             _ = call.program.tokens  # outside of compiled blocks; UsageError where a program of this call cannot
-        return BlockInputs((LayerCall(layer.module, programs, parts), *values), (False, *flags))
+        tokens = tuple(call.program.tokens_of(at) for at in range(len(found))) if by_tokens else None
+        layer_call = LayerCall(layer.module, programs, parts, call.program if by_tokens else None)
+        return BlockInputs((layer_call, *values), (False, *flags), None if tokens is None else (None, *tokens))

@@ -1,8 +1,10 @@
-"""Graphs of a block for sequence parallelism: what runs between the collectives, on each rank's part of the sequence.
+"""Graphs of a block for parts of the sequence: a rank's, under sequence parallelism, or sub-batches of tokens.
 
-A block becomes three graphs: `prepare` (its norm) and `combine` (bias, dropout, residual) run on the part, `product`
-on the gathered sequence. The first two must treat tokens independently: every op in them is followed from the
-activation's dimension 1, and ops that relate tokens, or read another tensor along the sequence, are refused.
+Under sequence parallelism a block becomes three graphs: `prepare` (its norm) and `combine` (bias, dropout, residual)
+run on the part, `product` on the gathered sequence. For sub-batches of tokens it becomes two: `combine`, and
+`partial`, which runs on the part if it can and else on all tokens. What runs on a part must treat tokens
+independently: every op in it is followed from the activation's dimension 1, and ops that relate tokens are refused.
+So is one that reads another tensor along the sequence, unless that is an input that is cut as the activation is.
 """
 
 from __future__ import annotations
@@ -34,28 +36,68 @@ class TokenPieces:
     combine: Piece
 
 
+@dataclass(frozen=True)
+class SubBatchPieces:
+    """Graphs of a block for sub-batches of tokens, whose sums are [batch, sequence, ...].
+
+    token_wise: whether `partial` relates no tokens; else it must get all of them. dims: by input (placeholder) that
+    they read a part of, the dimension of its tokens.
+    """
+
+    partial: Piece
+    combine: Piece
+    token_wise: bool
+    dims: Mapping[str, int]
+
+
 def token_pieces(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], end: fx.Node) -> TokenPieces:
     """Cut one block of a rank's graph. x: the layer's activation; begin, end: activations before and after the block.
 
     sums: all-reduces of the block. Raises UnsplittableError where what follows the sums relates tokens.
     """
     tokens = Tokens(graph, x)
-    along = Split(1, (shape_of(x.meta["like"])[1],))
-    flat = [tokens.is_flat(node) for node in sums]
-    for node, its in zip(sums, flat, strict=True):
-        if its != flat[0] or not (its or _lengths(node)[:2] == _lengths(x)[:2]):
-            raise UnsplittableError(f"its sum {node} is not of [batch, sequence, ...]")
-    of_sums = Split(0, along.segments * shape_of(x.meta["like"])[0]) if flat[0] else along
-    found = tokens.followed(ancestors([end], {begin, *sums}), {begin: along, **dict.fromkeys(sums, of_sums)})
-    if end not in (begin, *sums) and found[end] != along:
-        raise UnsplittableError(f"its result {end} does not have the sequence as dimension 1")
+    along, of_sums = tokens.of_activation, tokens.of_sums(sums)
+    combine = _combine(tokens, begin, sums, end, {})
     targets = [node.args[0] for node in sums]
     border = _border(graph, x, begin, targets, tokens, along)
     product = piece_between(graph, x, [border], targets)
-    combine = piece_between(graph, x, [begin, *sums], [end], tokens.length)
-    if flat[0]:
-        product, combine = _sums_in_two_dimensions(product), _sums_of_one_dimension(combine)
+    if of_sums != along:
+        product = _sums_in_two_dimensions(product)
     return TokenPieces(piece_between(graph, x, [begin], [border], tokens.length), product, combine)
+
+
+def sub_batch_pieces(
+    graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], end: fx.Node
+) -> SubBatchPieces:
+    """The same for sub-batches of tokens."""
+    tokens = Tokens(graph, x)
+    along, of_sums, inputs = tokens.of_activation, tokens.of_sums(sums), tokens.inputs()
+    combine = _combine(tokens, begin, sums, end, inputs)
+    targets: list[Any] = [node.args[0] for node in sums]
+    try:
+        found = tokens.followed(ancestors(targets, {begin}), {begin: along, **inputs})
+        token_wise = all(found.get(node) == of_sums for node in targets)
+    except UnsplittableError:
+        token_wise = False
+    partial = piece_between(graph, x, [begin], targets, tokens.length if token_wise else None)
+    if of_sums != along:
+        partial = _sums_in_two_dimensions(partial)
+    reads = {*combine.reads, *(partial.reads if token_wise else ())}
+    dims = {str(node.target): split.dim for node, split in inputs.items() if node.target in reads}
+    return SubBatchPieces(partial, combine, token_wise, dims)
+
+
+def _combine(
+    tokens: Tokens, begin: fx.Node, sums: list[fx.Node], end: fx.Node, inputs: Mapping[fx.Node, Split]
+) -> Piece:
+    """The graph after the sums, of a part of the sequence. inputs: of which it reads the part, too."""
+    along, of_sums = tokens.of_activation, tokens.of_sums(sums)
+    given = {begin: along, **dict.fromkeys(sums, of_sums), **inputs}
+    found = tokens.followed(ancestors([end], {begin, *sums}), given)
+    if end not in (begin, *sums) and found[end] != along:
+        raise UnsplittableError(f"its result {end} does not have the sequence as dimension 1")
+    combine = piece_between(tokens.graph, tokens.x, [begin, *sums], [end], tokens.length)
+    return combine if of_sums == along else _sums_of_one_dimension(combine)
 
 
 def _sums_in_two_dimensions(product: Piece) -> Piece:
@@ -113,10 +155,31 @@ class Tokens:
             raise UnsplittableError(f"its activation has {len(lengths)} dimensions; [batch, sequence, ...] is needed")
         if isinstance(lengths[1], int) or lengths[0] == lengths[1]:
             raise UnsplittableError("its graph is valid for one length of the sequence alone")
-        self.graph = graph
+        self.graph, self.x = graph, x
         self.batch, self.length = lengths[:2]
+        self.of_activation = Split(1, (shape_of(x.meta["like"])[1],))
 
-    def is_flat(self, node: fx.Node) -> bool:
+    def of_sums(self, sums: list[fx.Node]) -> Split:
+        """Where a block's sums have the tokens: as the activation, or in dimension 0, with the batch."""
+        flat = [self._is_flat(node) for node in sums]
+        for node, its in zip(sums, flat, strict=True):
+            if its != flat[0] or not (its or _lengths(node)[:2] == _lengths(self.x)[:2]):
+                raise UnsplittableError(f"its sum {node} is not of [batch, sequence, ...]")
+        batch, segments = shape_of(self.x.meta["like"])[0], self.of_activation.segments
+        return Split(0, segments * batch) if flat[0] else self.of_activation
+
+    def inputs(self) -> dict[fx.Node, Split]:
+        """Where inputs besides the activation have the tokens; without those that have them in several dimensions."""
+        found = {}
+        for node in self.graph.nodes:
+            if node.op != "placeholder" or node is self.x:
+                continue
+            dims = [dim for dim, length in enumerate(_lengths(node)) if length == self.length]
+            if len(dims) == 1:
+                found[node] = Split(dims[0], self.of_activation.segments)
+        return found
+
+    def _is_flat(self, node: fx.Node) -> bool:
         """Whether dimension 0 of a node is batch and sequence in one."""
         first = _lengths(node)[0]
         return bool(not isinstance(first, int) and (first - self.batch * self.length).expand() == 0)

@@ -7,7 +7,7 @@ read gets one gradient: the sum over blocks and sub-batches, and over the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from oases.execution.piece import Leaves
 from oases.execution.wire import Scheduler
 from oases.parallel.randomness import Extent
-from oases.schedule import Schedule
+from oases.schedule import LayerOf, Schedule, along_sequence, generate, recomputed_layers
 
 _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
 
@@ -65,34 +65,30 @@ class SubBatches:
     def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: SequenceShard) -> None:
         self._shape = tuple(shape)
         self._dim = 0 if schedule.along == "batch" else 1
+        self.along = schedule.along
         self.tokens = tokens
         self.number = schedule.num_sub_batches
         short, longer = divmod(self._shape[self._dim], self.number)
         self.sizes = [short + (s < longer) for s in range(self.number)]
         """Length of each along the split dimension."""
 
-    @property
-    def batch(self) -> int:
-        """Samples of the whole batch."""
-        return self._shape[0]
+    def split(self, whole: Tensor, dim: int | None = None) -> tuple[Tensor, ...]:
+        """Sub-batches of a tensor as long as the input along the split dimension; views. dim: the tensor's own."""
+        return whole.split(self.sizes, self._dim if dim is None else dim)
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Sub-batches of a tensor as long as the input along the split dimension; views."""
-        return whole.split(self.sizes, dim=self._dim)
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor], dim: int | None = None) -> Tensor:
         """Inverse of `split`."""
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self._dim)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), self._dim if dim is None else dim)
 
     def whole_extent(self, s: int = 0) -> Extent:
         """Extent of the whole batch, for ops of blocks that need all tokens at once."""
-        return Extent(0, self.batch)
+        return Extent(0, self._shape[0])
 
     def extent(self, s: int) -> Extent:
         """Extent of the tensors of sub-batch `s` inside a block."""
         first = sum(self.sizes[:s])
         if self._dim:
-            return Extent(0, self.batch, first, self._shape[1])
+            return Extent(0, self._shape[0], first, self._shape[1])
         return Extent(first, self.sizes[s])
 
     def extent_between(self, s: int) -> Extent:
@@ -103,19 +99,64 @@ class SubBatches:
         return replace(self.extent(s), first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
 
 
+class SmallBatches:
+    """Schedules in place of a stack's own where a batch has fewer samples than sub-batches, made once each.
+
+    They recompute the same.
+
+    lay_out: makes a schedule that the stack can run.
+    """
+
+    def __init__(self, num_blocks: int, layer_of: LayerOf, lay_out: Callable[[Schedule], Schedule]) -> None:
+        self._num_blocks, self._layer_of, self._lay_out = num_blocks, layer_of, lay_out
+        # By the id of the schedule, which the stack holds.
+        self._by_tokens: dict[tuple[int, frozenset[int]], Schedule] = {}
+        self._whole: dict[int, Schedule] = {}
+
+    def by_tokens(self, schedule: Schedule, joint: frozenset[int]) -> Schedule:
+        """Sub-batches of tokens. joint: blocks that need all tokens at once."""
+        if (id(schedule), joint) not in self._by_tokens:
+            again, parts = self._recomputed(schedule), schedule.num_sub_batches
+            self._by_tokens[id(schedule), joint] = along_sequence(
+                self._num_blocks, parts, joint, again, self._layer_of
+            )
+        return self._by_tokens[id(schedule), joint]
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The unsplit batch."""
+        if id(schedule) not in self._whole:
+            again = self._recomputed(schedule)
+            self._whole[id(schedule)] = self._lay_out(generate("sync", self._num_blocks, 1, again, self._layer_of))
+        return self._whole[id(schedule)]
+
+    def is_whole(self, schedule: Schedule) -> bool:
+        """Whether a schedule is such a replacement by the unsplit batch."""
+        return any(schedule is each for each in self._whole.values())
+
+    def _recomputed(self, schedule: Schedule) -> int:
+        return recomputed_layers(schedule.recomputed_blocks, self._num_blocks, self._layer_of)
+
+
 @dataclass(frozen=True)
 class BlockInputs:
     """Further arguments of one block's methods in one call, after their own: `partial(x, *values)`.
 
     values: tensors, None or any other object. Tensors that require grad get gradients; those inside of other objects
     do not. per_sample: for each value, whether it is a tensor [batch, ...] to split into sub-batches like the
-    activation; others are passed whole. Raises ValueError where the two do not fit.
+    activation; others are passed whole. tokens: for each value, the dimension along which sub-batches of tokens get
+    their part of it, None to pass it whole, as to blocks that need all tokens; None for all where blocks that read
+    these values cannot be cut along the sequence. Raises ValueError where they do not fit.
     """
 
     values: tuple[Any, ...] = ()
     per_sample: tuple[bool, ...] = ()
+    tokens: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens is not None and len(self.tokens) != len(self.values):
+            raise ValueError(
+                f"{len(self.values)} values have {len(self.tokens)} entries of tokens; give one for each"
+            )
         if len(self.values) != len(self.per_sample):
             raise ValueError(
                 f"{len(self.values)} values have {len(self.per_sample)} entries of per_sample; give one for each"
@@ -144,7 +185,7 @@ class CallInputs:
     """Inputs of one call, split into sub-batches, and their accumulated gradients.
 
     given: one BlockInputs per block, or () where blocks read the activation alone. with_gradients: whether there will
-    be a backward pass. Raises ValueError for a per-sample value of another batch than the activation's.
+    be a backward pass. Raises ValueError for a value to be cut of another length than the activation's.
     """
 
     def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
@@ -152,29 +193,28 @@ class CallInputs:
         """Tensors that get gradients, in the order of `gradients`."""
         self._cut = cut
         self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch
+        self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch; of tokens, last the whole
         self.lowest_reader: int | None = None
         """Lowest block that reads such a tensor, and so the last one that contributes to its gradient."""
         self.leaves: list[Leaves] = []
         """Stand-ins of those tensors: one holder, or none."""
-        self._names: list[tuple[int, int | None]] = []  # of each stand-in: its tensor's number, its sub-batch
+        # Of each stand-in: its tensor's number, the dimension along which it is cut, its sub-batch.
+        self._names: list[tuple[int, int | None, int]] = []
         self._shares: list[Tensor | None] = []
         self._tickets: list[tuple[Any, Tensor]] = []
         if given:
             self._cut_up(given)
 
     def _cut_up(self, given: Sequence[BlockInputs]) -> None:
-        parts: dict[tuple[int, bool], list[Any]] = {}
+        of_tokens = self._cut.along == "sequence"
+        parts: dict[tuple[int, int | None], list[Any]] = {}
         stood_for: list[Tensor] = []
         for block, each in enumerate(given):
-            for index, (value, per_sample) in enumerate(zip(each.values, each.per_sample, strict=True)):
-                if per_sample and (value.dim() == 0 or value.shape[0] != self._cut.batch):
-                    raise ValueError(
-                        f"value {index} of block {block} has shape {tuple(value.shape)} and is cut per sample, but "
-                        f"the batch has {self._cut.batch} samples; give it one row for each, or as per_sample=False"
-                    )
-                if (id(value), per_sample) not in parts:
-                    parts[id(value), per_sample] = self._parts(value, per_sample, stood_for)
+            for index, (value, dim) in enumerate(zip(each.values, self._dims(each), strict=True)):
+                self._require_length(value, dim, index, block)
+                for asked in (dim, None) if of_tokens else (dim,):
+                    if (id(value), asked) not in parts:
+                        parts[id(value), asked] = self._parts(value, asked, stood_for)
                 if self.lowest_reader is None and id(value) in self._numbers:
                     self.lowest_reader = block
         if stood_for:
@@ -185,13 +225,38 @@ class CallInputs:
         known: dict[int, list[tuple[Any, ...]]] = {}  # blocks of a layer usually share one object
         for each in given:
             if id(each) not in known:
-                columns = [parts[id(value), cut] for value, cut in zip(each.values, each.per_sample, strict=True)]
-                known[id(each)] = list(zip(*columns, strict=True)) if columns else nothing
+                columns = [parts[id(value), dim] for value, dim in zip(each.values, self._dims(each), strict=True)]
+                whole = [tuple(parts[id(value), None][0] for value in each.values)] if of_tokens else []
+                known[id(each)] = [*(zip(*columns, strict=True) if columns else nothing), *whole]
             self._values.append(known[id(each)])
 
-    def values(self, block: int, s: int) -> tuple[Any, ...]:
-        """Arguments of a block's methods besides the activation, for sub-batch `s`."""
-        return self._values[block][s] if self._values else ()
+    def _dims(self, each: BlockInputs) -> Sequence[int | None]:
+        """Dimension along which each value is cut."""
+        if self._cut.along == "sequence":
+            return each.tokens or (None,) * len(each.values)
+        return [0 if cut else None for cut in each.per_sample]
+
+    def _require_length(self, value: Any, dim: int | None, index: int, block: int) -> None:
+        length, of_tokens = sum(self._cut.sizes), self._cut.along == "sequence"
+        if dim is None or (isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == length):
+            return
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        if of_tokens:
+            raise ValueError(
+                f"value {index} of block {block} has {found} and is cut along dimension {dim}, but the sequence has "
+                f"{length} tokens; give it that many, or None in tokens"
+            )
+        raise ValueError(
+            f"value {index} of block {block} has {found} and is cut per sample, but the batch has {length} samples; "
+            "give it one row for each, or as per_sample=False"
+        )
+
+    def values(self, block: int, s: int, *, whole: bool = False) -> tuple[Any, ...]:
+        """Arguments of a block's methods besides the activation, for sub-batch `s`.
+
+        whole: for all sub-batches of tokens at once.
+        """
+        return self._values[block][-1 if whole else s] if self._values else ()
 
     def versions(self) -> list[int]:
         """Versions of the tensors among the values and inside of their lists, tuples and dicts."""
@@ -220,20 +285,21 @@ class CallInputs:
         for held in (self._values, self.leaves, self._shares, self._tickets):
             held.clear()
 
-    def _parts(self, value: Any, per_sample: bool, stood_for: list[Tensor]) -> list[Any]:
+    def _parts(self, value: Any, dim: int | None, stood_for: list[Tensor]) -> list[Any]:
         """The value of each sub-batch. stood_for: extended by parts that get a gradient, for `Leaves`."""
         number = self._numbers.get(id(value))
         if isinstance(value, Tensor):
             value = value.detach()  # keep the caller's graph out
-        if number is None or not per_sample:
-            parts = list(self._cut.split(value)) if per_sample else [value] * self._cut.number
+        if dim is None:
+            parts = [value] * self._cut.number
+            own = [] if number is None else [value.requires_grad_()]
+        else:
+            parts = list(self._cut.split(value, dim))
             if number is not None:
-                stood_for.append(value.requires_grad_())
-                self._names.append((number, None))
-            return parts
-        parts = [part.detach().requires_grad_() for part in self._cut.split(value)]
-        stood_for += parts
-        self._names += [(number, s) for s in range(len(parts))]
+                parts = [part.detach().requires_grad_() for part in parts]
+            own = [] if number is None else parts
+        stood_for += own
+        self._names += [(number, dim, s) for s in range(len(own)) if number is not None]
         return parts
 
     def _joined(self, sums: list[Tensor | None]) -> list[Tensor | None]:
@@ -241,13 +307,14 @@ class CallInputs:
         by_name = dict(zip(self._names, sums, strict=True))
         found: list[Tensor | None] = []
         for number, tensor in enumerate(self.tensors):
-            parts = [by_name.get((number, s)) for s in range(self._cut.number)]
-            cut = None
-            if any(part is not None for part in parts):
-                sizes = zip(parts, self._cut.sizes, strict=True)
-                rows = [tensor.new_zeros((n, *tensor.shape[1:])) if part is None else part for part, n in sizes]
-                cut = self._cut.join(rows)
-            found.append(_sum(by_name.get((number, None)), cut))
+            total = by_name.get((number, None, 0))
+            for dim in dict.fromkeys(dim for of, dim, _ in self._names if of == number and dim is not None):
+                parts = [by_name[number, dim, s] for s in range(self._cut.number)]
+                if any(part is not None for part in parts):
+                    places = zip(parts, self._cut.split(tensor.detach(), dim), strict=True)
+                    rows = [torch.zeros_like(place) if part is None else part for part, place in places]
+                    total = _sum(total, self._cut.join(rows, dim))
+            found.append(total)
         return found
 
 

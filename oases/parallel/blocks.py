@@ -242,7 +242,8 @@ class BlockWork:
         graph: bool, skip_last: bool = False,
     ) -> Tensor:  # fmt: skip
         block, s = place
-        method, values, traced = self._partial[block], self.inputs.values(block, s), self._traced[block]
+        method, traced = self._partial[block], self._traced[block]
+        values = self.inputs.values(block, s, whole=block in self._joint)
         name: MethodName = "partial" if self._prepare[block] is None else "product"
 
         def run() -> Tensor:

@@ -71,8 +71,13 @@ def require_activation(x: Any) -> None:
         )
 
 
-def require_sequence(x: Tensor, schedule: Schedule, tensor_parallel: int, has_inputs: bool) -> None:
-    """Raise ValueError where `schedule` cuts the sequence, dimension 1, and `x` or further inputs cannot be cut."""
+def require_sequence(
+    x: Tensor, schedule: Schedule, tensor_parallel: int, inputs: Sequence[BlockInputs], joint: frozenset[int]
+) -> None:
+    """Raise ValueError where `schedule` cuts the sequence, dimension 1, and `x` or further inputs cannot be cut.
+
+    joint: blocks that need all tokens at once, which are checked where blocks have inputs.
+    """
     if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % tensor_parallel):
         raise ValueError(
             f"an input of shape {tuple(x.shape)} cannot be cut along dimension 1, the sequence, over "
@@ -82,11 +87,16 @@ def require_sequence(x: Tensor, schedule: Schedule, tensor_parallel: int, has_in
         parts = schedule.num_sub_batches
         if x.dim() < 3 or x.shape[1] < parts:
             raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
-        if has_inputs:
+        if inputs and not (all(map(says_tokens, inputs)) and joint <= schedule.joint):
             raise ValueError(
-                f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be split; "
-                "use a schedule that splits the batch"
+                f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be split, or "
+                f"blocks that need all tokens ({sorted(joint)}); use a schedule that splits the batch"
             )
+
+
+def says_tokens(inputs: BlockInputs) -> bool:
+    """Whether a block's inputs say how sub-batches of tokens read them."""
+    return inputs.tokens is not None or not inputs.values
 
 
 def require_overlap(

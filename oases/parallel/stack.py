@@ -18,7 +18,15 @@ from oases.execution.group import ProcessGroup, group_of, refuse_capture, resolv
 from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Turn
-from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
+from oases.parallel.batch import (
+    BlockInputs,
+    CallInputs,
+    SequenceShard,
+    SmallBatches,
+    SubBatches,
+    differentiable,
+    refuse_mixing,
+)
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
 from oases.parallel.checks import (
@@ -33,6 +41,7 @@ from oases.parallel.checks import (
     require_overlap,
     require_sequence,
     require_sub_batches,
+    says_tokens,
 )
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
@@ -40,15 +49,7 @@ from oases.parallel.randomness import MethodName, Randomness
 from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.plans.shape import AUTO_LOSSY
 from oases.reporting import WHOLE_BATCH
-from oases.schedule import (
-    Recompute,
-    Schedule,
-    along_sequence,
-    generate,
-    recomputed_layers,
-    sequence_parallel,
-    validate,
-)
+from oases.schedule import Recompute, Schedule, generate, sequence_parallel, validate
 
 _numbers = itertools.count()
 
@@ -161,8 +162,8 @@ class OverlappedStack(FailsTogether, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
         caches: dict[str, Any] = {
-            "_monitor": _nothing, "_block_parameters": [], "_hooks": [], "_programs": {}, "_by_tokens": {},
-            "_whole": {}, "_tunings": None if self._tunings is None else self._tunings.copied(),
+            "_monitor": _nothing, "_block_parameters": [], "_hooks": [], "_programs": {},
+            "_small": None, "_tunings": None if self._tunings is None else self._tunings.copied(),
         }  # fmt: skip
         return {**self.__dict__, **caches, "_agreed": -1}
 
@@ -172,8 +173,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         """Change the schedule of later calls."""
         resumed, self._tunings = self.choices, None
         self._programs = {}
-        self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule, for batches too small for it
-        self._whole: dict[int, Schedule] = {}
+        self._small: SmallBatches | None = None
         if isinstance(schedule, Schedule):
             validate(schedule, "block")
             if schedule.num_blocks != len(self.blocks):
@@ -185,7 +185,10 @@ class OverlappedStack(FailsTogether, nn.Module):
             only: Schedule | None = schedule
         else:
             asked = asked_for(schedule, sub_batches, recompute)
-            only = None if AUTO in asked[:2] else self._generated(asked[0], int(asked[1]), recompute)
+            only = None
+            if AUTO not in asked[:2]:
+                only = generate(asked[0], len(self.blocks), int(asked[1]), recompute, self.layer_of)
+        self._only = only
         place, may_be_off = (self.name, self.first_block), not self.require_overlap
         tunings = Tunings(
             asked, len(self.blocks), self.layer_of, place, may_be_off=may_be_off, lossy=self._lossy, only=only
@@ -193,12 +196,6 @@ class OverlappedStack(FailsTogether, nn.Module):
         if only is None or self._lossy:
             self._tunings, tunings.resumed = tunings, resumed
         self.schedule = self._laid_out(tunings.candidates(2)[-1])
-
-    def _generated(self, name: str, sub_batches: int, recompute: Recompute) -> Schedule:
-        return generate(name, len(self.blocks), sub_batches, recompute, self.layer_of)
-
-    def _recomputed_layers(self, schedule: Schedule) -> int:
-        return recomputed_layers(schedule.recomputed_blocks, len(self.blocks), self.layer_of)
 
     def _laid_out(self, schedule: Schedule) -> Schedule:
         return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
@@ -210,8 +207,7 @@ class OverlappedStack(FailsTogether, nn.Module):
 
         inputs: further arguments of each block's methods, one for each block. Tensors among them that require grad
         get gradients: partial sums over the ranks from `partial`, complete ones from `combine`. context: spans to
-        record, a pipeline's handles. ValueError where they do not fit the blocks or the batch, or sub-batches are
-        parts of the sequence.
+        record, a pipeline's handles. ValueError where they do not fit the blocks, the batch or the sequence.
         """
         require_activation(x)
         refuse_capture(x)
@@ -228,7 +224,7 @@ class OverlappedStack(FailsTogether, nn.Module):
             self.wire_dtype = wire if self._lossy else self.wire_dtype
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
-            small = asked if any(run is whole for whole in self._whole.values()) else 0
+            small = asked if self._replacements.is_whole(run) else 0
             require_overlap(run, self.process_group, self.label, self.calls, small, tuning is not None)
         return self.run(x, scheduler, turn, given, context)
 
@@ -273,12 +269,22 @@ class OverlappedStack(FailsTogether, nn.Module):
         """Blocks that need all tokens at once."""
         return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
 
+    def may_cut_tokens(self, x: Tensor) -> bool:
+        """Whether a call may have sub-batches of tokens if all blocks' inputs say how they are cut."""
+        if self._only is not None and self._only.along == "sequence":
+            return True
+        parts = 2 if self._only is None else self._only.num_sub_batches
+        return x.shape[0] < parts and not self.sequence_parallel and x.dim() > 2
+
     def _can_cut_tokens(self, x: Tensor, parts: int, inputs: Sequence[BlockInputs]) -> bool:
-        some = len(self.joint_blocks) < len(self.blocks) and not inputs
+        some = len(self.joint_blocks) < len(self.blocks) and all(map(says_tokens, inputs))
         return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
 
-    def _along_sequence(self, parts: int, recompute: Recompute) -> Schedule:
-        return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute, self.layer_of)
+    @property
+    def _replacements(self) -> SmallBatches:
+        if self._small is None:
+            self._small = SmallBatches(len(self.blocks), self.layer_of, self._laid_out)
+        return self._small
 
     def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
         """The schedule, or its replacement for a batch too small to split.
@@ -287,26 +293,20 @@ class OverlappedStack(FailsTogether, nn.Module):
         `x` and `inputs` cannot be split.
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
-        require_sequence(x, schedule, self.tensor_parallel, bool(inputs))
+        require_sequence(x, schedule, self.tensor_parallel, inputs, self.joint_blocks)
         if schedule.along == "sequence":
             return schedule
         if x.shape[0] >= parts:
             return schedule
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             if self.small_batch == "whole" and x.shape[0] > 0:
-                if id(schedule) not in self._whole:
-                    again = self._recomputed_layers(schedule)
-                    whole = generate("sync", len(self.blocks), 1, again, self.layer_of)
-                    self._whole[id(schedule)] = self._laid_out(whole)
-                return self._whole[id(schedule)]
+                return self._replacements.whole(schedule)
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
-                "sub_batches, small_batch='whole' to run it unsplit, or with schedule='oases' and without block "
-                "inputs token_wise = True in blocks that treat tokens independently, to split the sequence"
+                "sub_batches, small_batch='whole' to run it unsplit, or with schedule='oases' token_wise = True in "
+                "blocks that treat tokens independently, and tokens in blocks' inputs, to split the sequence"
             )
-        if id(schedule) not in self._by_tokens:
-            self._by_tokens[id(schedule)] = self._along_sequence(parts, self._recomputed_layers(schedule))
-        return self._by_tokens[id(schedule)]
+        return self._replacements.by_tokens(schedule, self.joint_blocks)
 
     def run(
         self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, inputs: Sequence[BlockInputs] = (),
@@ -394,7 +394,6 @@ class OverlappedStack(FailsTogether, nn.Module):
     def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module]) -> BlockProgram:
         program = self._programs.get(id(schedule))
         if program is None:
-            whole = any(schedule is each for each in self._whole.values())
-            label = self.label + WHOLE_BATCH * whole
+            label = self.label + WHOLE_BATCH * self._replacements.is_whole(schedule)
             program = self._programs[id(schedule)] = BlockProgram(schedule, blocks, label, self.layer_of)
         return program

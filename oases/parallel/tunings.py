@@ -129,7 +129,7 @@ class Tunings(dict[str, Tuning]):
 
         Nothing is measured where the run that is resumed chose, or torch is to be deterministic.
         """
-        form: tuple[object, ...] = () if together else (bucket_of(x.shape), x.dtype, joint is None)
+        form: tuple[object, ...] = () if together else (bucket_of(x.shape), x.dtype, joint)
         if form in self._by_form:
             return self._by_form[form]
         batch, *others = bucket_of(x.shape)

@@ -333,3 +333,45 @@ def test_a_small_batch_with_inputs_is_not_cut_along_the_sequence():
     check([CrossAttention, Mlp], 1, {"small_batch": "whole"})
     stack = make_stack([blocks[1]] * 2, None)
     torch.testing.assert_close(stack(x, [BlockInputs()] * 2), make_stack([blocks[1]] * 2, None, sub_batches=1)(x))
+
+
+class Tabled(nn.Module):
+    """A block whose features and result are scaled by tables of the tokens. joint: it reads the tokens' mean."""
+
+    def __init__(self, joint):
+        super().__init__()
+        self.token_wise = not joint
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2))
+
+    def partial(self, x, table, weights):
+        h = x if self.token_wise else x + (weights.transpose(1, 2) * x).mean(1, keepdim=True)
+        return self.down(F.gelu(self.up(h)) * table)
+
+    def combine(self, x, y, table, weights):
+        return x + y * table
+
+
+def test_inputs_are_cut_along_the_sequence_where_they_say_how():
+    """A table is read whole by a joint block's partial, in parts by its combine and by token-wise blocks."""
+    blocks = [Tabled(joint) for joint in (True, False, False, True)]
+    x = torch.randn(1, 7, WIDTH, dtype=torch.float64)
+    owned = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 1), (1, 1, 7))]
+    table, weights = owned
+    given = BlockInputs((table[None], weights), (True, True), (1, None))
+    found = []
+    for options in ({"schedule": "sync"}, {"sub_batches": 3}, {"sub_batches": 2, "recompute": "full"}):
+        stack = OverlappedStack(blocks, schedule=options.pop("schedule", "oases"), **options)
+        for each in (*owned, *stack.parameters()):
+            each.grad = None
+        y = stack(x, [given] * 4)
+        y.square().sum().backward(retain_graph=True)
+        found.append([y.detach(), *(each.grad for each in (*owned, *stack.parameters()))])
+        assert stack._schedule_for(x, [given] * 4).along == ("batch" if len(found) == 1 else "sequence")
+    for other in found[1:]:
+        for mine, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    short = BlockInputs((table[None, :3], weights), (True, True), (1, None))
+    with pytest.raises(ValueError, match=r"shape \(1, 3, 1\) and is cut along dimension 1, but the sequence has 7"):
+        stack(x, [short] * 4)
+    with pytest.raises(ValueError, match="2 values have 1 entries of tokens"):
+        BlockInputs((table, weights), (False, False), (1,))
