@@ -17,6 +17,7 @@ from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.execution.piece import BlockParameters, default_generators
+from oases.execution.propagation import watch_passes
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
@@ -45,6 +46,10 @@ class ModelHooks:
         """Register the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
+        watch_passes(model, self._groups)
+
+    def _groups(self) -> list[ProcessGroup | None]:
+        return [group_of(self._group)]
 
     def at_call(self, number: int, seed: int | None = None) -> None:
         """Set the number of training calls so far, and the seed unless it is None, for a resumed run."""
