@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import zlib
 from typing import Any
@@ -41,6 +42,21 @@ class ModelHooks:
         self._before: list[list[tuple[torch.Generator, Tensor]]] = []
         self._filled = False
         self._parameters: BlockParameters | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """Hooks of a copied model."""
+        made = ModelHooks.__new__(ModelHooks)
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raise UsageError: the model holds this, and its groups and traced layers are of this run alone."""
+        raise UsageError(
+            "a parallelized model cannot be pickled, as by torch.save(model): it is bound to the process groups of "
+            "this run; save it by oases.save_checkpoint or model.save_pretrained, or this rank's shards by "
+            "torch.save(model.state_dict(), ...)"
+        )
 
     def begin(self, model: nn.Module) -> None:
         """Register the hooks on the model."""
