@@ -56,7 +56,9 @@ class _Lane:
         self._next = 0
         self._wire = wire
         device = buckets[0].parameters[0].device.type if buckets else "cpu"
-        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire")
+        sizes = [sum(each.numel() for each in bucket.parameters) for bucket in buckets]
+        about = ("numbers in each bucket", tuple(sizes))
+        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire", about)
 
     @property
     def group(self) -> ProcessGroup:
