@@ -20,7 +20,6 @@ import torch.distributed as dist
 from staged_cases import FLOATS, OPERATIONS, raw
 
 import oases
-from oases.execution.group import scheduler_of
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.models.gpt import GPTConfig, transformer_blocks
@@ -342,43 +341,6 @@ def permissions() -> tuple[list[str], list[bool]]:
 def test_nothing_but_the_ranks_has_the_memory(two_ranks):
     """No file is open, none has a name, and children do not keep it."""
     assert two_ranks.run(permissions) == [([], [False, False])] * 2
-
-
-def use_in_fork(use: Any) -> str:
-    """Error of a use in a forked child, which then ends as Python does."""
-    got, put = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            use()
-        except RuntimeError as error:
-            os.write(put, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(put)
-    said = os.fdopen(got).read()
-    os.waitpid(child, 0)
-    return said
-
-
-def forks() -> list[str]:
-    group, x = dist.new_group(backend="staged"), torch.ones(3)
-    dist.all_reduce(x, group=group)
-    scheduler, other = scheduler_of(dist.group.WORLD), dist.get_rank() ^ 1
-    uses = [
-        lambda: dist.all_reduce(x, group=group),
-        lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
-        lambda: dist.send(x, other, group=group),
-        lambda: scheduler.wait(scheduler.all_reduce(x)),  # over gloo
-    ]
-    said = [use_in_fork(use) for use in uses]
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [4.0] * 3
-    return said
-
-
-def test_a_fork_that_uses_a_group_raises(two_ranks):
-    for said in two_ranks.run(forks):
-        assert all("in a fork of the process that created its process group" in each for each in said), said
 
 
 @pytest.mark.parametrize("order", ["import oases, torch", "import torch, oases"])

@@ -187,7 +187,7 @@ def test_hooks_of_a_mixture_of_experts(two_ranks, kind, name):
 
 
 def check_refused():
-    """What all ranks refuse keeps its own error on each."""
+    """Check that what all ranks refuse has its own error on each."""
     model, x = oases.parallelize(made(Plain), spec=spec()), tokens()
     logits = model(x)
     loss = F.cross_entropy(logits.flatten(0, 1), x.flatten())

@@ -211,44 +211,6 @@ def test_two_ranks_that_fail_each_say_why(two_ranks):
     two_ranks.run(check_both_fail)
 
 
-class Forgetful(Mlp):
-    """Its `method` forgets to return."""
-
-    method = ""
-
-    def partial(self, x):
-        y = super().partial(x)
-        return None if self.method == "partial" else y
-
-    def combine(self, x, y):
-        y = super().combine(x, y)
-        return [y] if self.method == "combine" else y
-
-
-def check_result(method, said, grad):
-    stack = make_stack(plain_blocks(2), dist.group.WORLD, Forgetful)
-    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
-    with torch.set_grad_enabled(grad):
-        expected = stack(x)
-        dist.barrier()
-        if dist.get_rank() == 1:
-            stack.blocks[1].method = method
-        op = "F" if method == "partial" else "C"
-        message = (
-            rf"rank 1 failed at {op} 1\.\d .*block 1, .*TypeError: Forgetful\.{method}\(\) of a block returned {said}"
-        )
-        with pytest.raises(FailedRankError, match=message):
-            stack(x)
-        stack.blocks[1].method = ""
-        assert torch.equal(stack(x), expected)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(("method", "said"), [("partial", "None"), ("combine", r"\[tensor")])
-def test_a_block_that_returns_no_tensor_is_named(two_ranks, method, said, grad):
-    two_ranks.run(check_result, method, said, grad)
-
-
 def check_outside():
     """One rank fails in a stack after the other has left its own call of it; that one waits in a layer."""
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
