@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -224,6 +225,7 @@ class OverlapScheduler {
   std::map<std::string, SumErrors> errors_;
   std::map<std::string, double> exempted_;
   int rank_, size_;
+  const pid_t process_ = getpid();
   bool recording_ = false;
   bool counting_ = true;
   std::vector<TicketRecord> records_;

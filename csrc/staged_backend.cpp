@@ -19,12 +19,24 @@ StagedBackend::StagedBackend(const c10::intrusive_ptr<c10d::Store>& store, int r
 }
 
 StagedBackend::~StagedBackend() {
+  if (getpid() != process_) {  // threads that a fork does not have cannot be joined
+    thread_.detach();
+    static_cast<void>(mail_.release());
+    static_cast<void>(streams_.release());
+    return;
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
   }
   changed_.notify_all();
   thread_.join();
+}
+
+void StagedBackend::check_process(const char* name) const {
+  TORCH_CHECK(getpid() == process_, "staged: ", name,
+              " was called in a fork of the process that created its process group, whose memory and threads a "
+              "fork does not have; start processes by spawn, or create the group after the fork");
 }
 
 void StagedBackend::abort() {
@@ -46,6 +58,7 @@ StagedStreams& StagedBackend::streams(c10::Device device) {
 
 StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
                                            const Tensors& used, Run run) {
+  check_process(name);
   const auto found =
       std::find_if(used.begin(), used.end(), [](const auto& tensor) { return !tensor.is_cpu(); });
   if (found != used.end()) {
@@ -347,6 +360,7 @@ StagedBackend::Work StagedBackend::barrier(const c10d::BarrierOptions& options) 
 }
 
 StagedMail& StagedBackend::mail() {
+  check_process("a message");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!mail_) mail_ = std::make_unique<StagedMail>(ranks_);
   return *mail_;

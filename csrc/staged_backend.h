@@ -1,6 +1,8 @@
 // `staged`: a c10d backend for ranks of one machine, through memory that they share instead of sockets.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -79,6 +81,8 @@ class StagedBackend : public c10d::Backend {
   Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs, const Tensors& used, Run run);
   StagedStreams& streams(c10::Device device);
   void serve();
+  // Throws in a fork of the process that made the group: a fork has neither its threads nor its memory.
+  void check_process(const char* name) const;
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   StagedMail& mail();
   void check_root(const char* name, int64_t root) const;
@@ -90,6 +94,7 @@ class StagedBackend : public c10d::Backend {
   std::vector<int64_t> bytes_of_parts(const char* what, const at::Tensor& tensor,
                                       const std::vector<int64_t>& splits) const;
 
+  const pid_t process_ = getpid();
   const std::shared_ptr<SharedRanks> ranks_;
   StagedCollectives collectives_;
   std::atomic<std::chrono::milliseconds> timeout_;

@@ -10,10 +10,13 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from oases.execution.group import scheduler_of
 from oases.extension import staged_backend
 
 NOBODY = 65534
@@ -120,3 +123,40 @@ def seen_while_joining() -> tuple[bool, bool, str]:
 def test_the_file_is_for_ranks_alone_while_they_join(two_ranks):
     found = two_ranks.run(seen_while_joining)
     assert found == [(True, False, "refused" if os.getuid() == 0 else "not root")] * 2
+
+
+def use_in_fork(use: Any) -> str:
+    """Error of a use in a forked child, which then ends as Python does."""
+    got, put = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            use()
+        except RuntimeError as error:
+            os.write(put, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(put)
+    said = os.fdopen(got).read()
+    os.waitpid(child, 0)
+    return said
+
+
+def forks() -> list[str]:
+    group, x = dist.new_group(backend="staged"), torch.ones(3)
+    dist.all_reduce(x, group=group)
+    scheduler, other = scheduler_of(dist.group.WORLD), dist.get_rank() ^ 1
+    uses = [
+        lambda: dist.all_reduce(x, group=group),
+        lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+        lambda: dist.send(x, other, group=group),
+        lambda: scheduler.wait(scheduler.all_reduce(x)),  # over gloo
+    ]
+    said = [use_in_fork(use) for use in uses]
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [4.0] * 3
+    return said
+
+
+def test_a_fork_that_uses_a_group_raises(two_ranks):
+    for said in two_ranks.run(forks):
+        assert all("in a fork of the process that created its process group" in each for each in said), said

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.experts import ExpertMlp
 from oases.errors import UsageError
-from oases.execution.failure import FailureMonitor, fail_together, monitor_of
+from oases.execution.failure import FailureMonitor, monitor_of
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.execution.propagation import fail_together
 from oases.execution.wire import WireType
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import zlib
 from typing import Any
@@ -17,6 +18,7 @@ from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.execution.piece import BlockParameters, default_generators
+from oases.execution.propagation import watch_passes
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
@@ -41,10 +43,29 @@ class ModelHooks:
         self._filled = False
         self._parameters: BlockParameters | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """Hooks of a copied model."""
+        made = ModelHooks.__new__(ModelHooks)
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raise UsageError: the model holds this, and its groups and traced layers are of this run alone."""
+        raise UsageError(
+            "a parallelized model cannot be pickled, as by torch.save(model): it is bound to the process groups of "
+            "this run; save it by oases.save_checkpoint or model.save_pretrained, or this rank's shards by "
+            "torch.save(model.state_dict(), ...)"
+        )
+
     def begin(self, model: nn.Module) -> None:
         """Register the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
+        watch_passes(model, self._groups)
+
+    def _groups(self) -> list[ProcessGroup | None]:
+        return [group_of(self._group)]
 
     def at_call(self, number: int, seed: int | None = None) -> None:
         """Set the number of training calls so far, and the seed unless it is None, for a resumed run."""

@@ -107,6 +107,7 @@ class ScheduledCall:
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one, and for one that is to be differentiated."""
+        self._guard.unwatch_backward()  # what is refused here is refused on all ranks
         refuse_second_derivatives(self._name)
         if self._begun:
             raise RuntimeError(

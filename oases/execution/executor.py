@@ -15,10 +15,17 @@ from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakMethod, ref
 
-import torch
-
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError, Failure, FailureMonitor, error_of, is_out_of_memory, lost_a_rank
+from oases.execution.failure import (
+    NO_PASS,
+    FailedRankError,
+    Failure,
+    FailureMonitor,
+    error_of,
+    is_out_of_memory,
+    lost_a_rank,
+)
+from oases.execution.propagation import watch_backward
 from oases.schedule import Op, Schedule
 from oases.schedule.ops import STARTS
 
@@ -182,8 +189,6 @@ class FailureScope:
             forget
         )  # a strong reference would be a cycle, which keeps tensors until a garbage collection
         self._failures = 0
-        self.failed = False
-        """Whether an op has failed."""
 
     def __enter__(self) -> None:
         self._failures = self._monitor.scheduler.failures if self._monitor is not None else 0
@@ -193,10 +198,10 @@ class FailureScope:
     ) -> None:
         if error is None:
             return
-        self.failed = True
+        monitor = self._monitor
+        self.unwatch_backward()
         if isinstance(error, FailedRankError):
             return
-        monitor = self._monitor
         if monitor is not None and monitor.scheduler.failures != self._failures:  # the scheduler stopped this rank
             self._forget()
             raise monitor.error() from error
@@ -218,9 +223,12 @@ class FailureScope:
 
     def watch_backward(self) -> None:
         """In a backward pass: if it ends by an exception outside of the call, such as a hook's, tell all ranks."""
+        watch_backward(self._monitor, f"the backward pass around {self._label}")
+
+    def unwatch_backward(self) -> None:
+        """Tell nobody of an exception that comes now: it is told already, or all ranks raise it."""
         if self._monitor is not None:
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(_BackwardPass(self, self._monitor, self._label).end)
+            self._monitor.watched = NO_PASS
 
     def _forget(self) -> None:
         forget = self._forget_weakly()
@@ -240,26 +248,6 @@ class FailureScope:
             remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
         first_line = (str(error).strip().splitlines() or [""])[0]
         return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
-
-
-class _BackwardPass:
-    """A backward pass of the caller around a stack's. torch calls `end`, or drops it where the pass was cut short."""
-
-    def __init__(self, guard: FailureScope, monitor: FailureMonitor, label: str) -> None:
-        self._guard, self._monitor, self._label = guard, monitor, label
-        self._failures = monitor.scheduler.failures
-        self._ended = False
-
-    def end(self) -> None:
-        """Note that it is complete."""
-        self._ended = True
-
-    def __del__(self) -> None:
-        if self._ended or self._guard.failed or self._monitor.scheduler.failures != self._failures:
-            return
-        where, rank = f"the backward pass around {self._label}", self._monitor.rank
-        cause = f"an exception outside of the stack, in a hook or an autograd function; see the output of rank {rank}"
-        self._monitor.fail(Failure(rank, where, cause, "", False))
 
 
 class Executor:

@@ -17,8 +17,7 @@ Where that is impossible (a rank does not answer, a pending collective was not s
 even for zeros), the monitors abort the process group. Errors are raised even then: NCCL's abort ends its kernels;
 gloo has no abort, so a rank that waits outside of the scheduler waits for gloo's timeout.
 
-An exception in the backward pass around a stack (a hook's, say) is propagated, too; one in a loss before it or in an
-optimizer is not.
+Exceptions around stacks are propagated by `oases.execution.propagation`; those of an optimizer are not.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -48,6 +46,8 @@ _ANSWER_SECONDS = 10.0
 _DRAIN_SECONDS = 20.0
 """Time limit for pending collectives to complete."""
 _SETTLED = "settled"
+NO_PASS = -1
+"""Number of torch outside of backward passes."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class FailureMonitor:
         self.scheduler = scheduler
         self.rank, self.size = group.rank(), group.size()
         self.failure: Failure | None = None
+        self.watched = NO_PASS
+        """Number of the backward pass that is watched; see `oases.execution.propagation`."""
         self._broken = ""
         # The monitor's thread has a current device of its own, the first.
         self._index = device.index
@@ -196,6 +198,12 @@ class FailureMonitor:
         """Error of the failed rank, for a rank that was stopped."""
         assert self.failure is not None, "the thread has read it before it halted the scheduler"
         return error_of(self.failure, self._broken, self.size, went_on=went_on)
+
+    @property
+    def link_lost(self) -> bool:
+        """Whether this rank's wait for a collective failed, in any group. False where waits are the device's."""
+        # The host's thread leaves the text in place where the wait fails. It waits for nothing else now.
+        return self._index is None and any(each.waiting_for() for each in type(self.scheduler).all().values())
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._settled}/{name}"
@@ -325,6 +333,11 @@ def monitor_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> Fai
     return _monitors[group]
 
 
+def known_monitor(group: ProcessGroup | None) -> FailureMonitor | None:
+    """Monitor of a group that has one."""
+    return None if group is None else _monitors.get(group)
+
+
 def stop_monitor(group: ProcessGroup) -> None:
     """Stop the monitor of a group that stays idle; the next use of the group starts another. All ranks call it."""
     monitor = _monitors.pop(group, None)
@@ -342,8 +355,7 @@ class FailsTogether(HoldsGroup):
         collectives have ended, and a rank that fails meanwhile leaves NaN in the others' sums. On the CPU nothing is
         waited for.
         """
-        group = self.process_group
-        monitor = None if group is None else _monitors.get(group)
+        monitor = known_monitor(self.process_group)
         if monitor is not None:
             monitor.confirm()
 
@@ -352,34 +364,6 @@ def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-@contextmanager
-def fail_together(
-    monitor: FailureMonitor | None, where: str, unanimous: tuple[type[BaseException], ...] = ()
-) -> Iterator[None]:
-    """Raise an exception of the body on every rank of the group; all ranks must enter it at the same point.
-
-    monitor: the group's; None for a group of one. where: the failed operation, for the message. unanimous: exception
-    types that all ranks raise by themselves. A UsageError keeps its type on the rank that raises it.
-    """
-    before = monitor.scheduler.failures if monitor is not None else 0
-    try:
-        yield
-    except BaseException as error:
-        if monitor is None or isinstance(error, (FailedRankError, *unanimous)):
-            raise
-        if monitor.scheduler.failures != before:  # the scheduler stopped this rank
-            raise monitor.error() from error
-        if lost_a_rank(error):
-            raise
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        cause = f"{type(error).__name__}: {first_line}"
-        failure = Failure(monitor.rank, where, cause, "", is_out_of_memory(error))
-        broken = monitor.fail(failure)
-        if isinstance(error, UsageError) or not isinstance(error, Exception):
-            raise
-        raise error_of(failure, broken, monitor.size) from error
 
 
 def lost_a_rank(error: BaseException) -> bool:

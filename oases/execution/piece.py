@@ -52,10 +52,19 @@ def recorded(
 ) -> tuple[Tensor, Piece]:  # fmt: skip
     """Call `function(*inputs, *values)` as a piece; return its detached result and the piece."""
     piece = Piece(leaves, whole)
-    result = function(*map(piece.input, inputs), *values)
+    result = tensor_of(function, *map(piece.input, inputs), *values)
     if overwritten:
         result = own_memory(result, (*inputs, *values))
     return piece.output(result, overwritten), piece
+
+
+def tensor_of(method: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Result of a block's method. TypeError for anything but a tensor."""
+    result = method(*arguments)
+    if not isinstance(result, Tensor):
+        name = getattr(method, "__qualname__", repr(method))
+        raise TypeError(f"{name}() of a block returned {result!r:.80}; have it return a tensor")
+    return result
 
 
 def own_memory(result: Tensor, others: Sequence[Any]) -> Tensor:

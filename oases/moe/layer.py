@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
-from oases.execution.failure import FailsTogether, fail_together
+from oases.execution.failure import FailsTogether
 from oases.execution.group import (
     ProcessGroup,
     group_name,
@@ -25,6 +25,7 @@ from oases.execution.group import (
     refuse_capture,
     resolve,
 )
+from oases.execution.propagation import fail_together
 from oases.execution.wire import WireType, wire_type
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
@@ -244,7 +245,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if not is_recomputation():
             sent = 0 if transfer is None else transfer.bytes
             self.last = statistics_of(demand, setting, routing, self._token_bytes(plan, tokens.dtype), sent)
-        return closing(y, opened, self.name)
+        return closing(y, opened, self.name, group_name(group))
 
     def _route(
         self, x: Tensor, group: ProcessGroup | None

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from oases.execution.call import refuse_second_derivatives
 from oases.execution.failure import FailureMonitor, monitor_of
-from oases.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.execution.group import ProcessGroup, group_of, group_size, scheduler_of
+from oases.execution.propagation import watch_group
 from oases.moe.dispatch import RoutingError
 from oases.moe.placement_data import Integers, Placement
 
@@ -109,12 +110,12 @@ def begin_call(group: ProcessGroup | None, label: str, x: Tensor, *, training: b
 
 class _Closing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, each: ForwardPass | None, label: str) -> Tensor:
-        ctx.each, ctx.label, ctx.has_run = each, label, False
+    def forward(ctx: Any, x: Tensor, each: ForwardPass | None, label: str, group: str) -> Tensor:
+        ctx.each, ctx.label, ctx.group, ctx.has_run = each, label, group, False
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         refuse_second_derivatives(ctx.label)
         if ctx.has_run:
             raise RuntimeError(
@@ -122,11 +123,15 @@ class _Closing(torch.autograd.Function):
                 "backward pass"
             )
         ctx.has_run = True
+        watch_group(group_of(ctx.group), ctx.label)
         if ctx.each is not None:
             ctx.each.closed = True
-        return grad, None, None
+        return grad, None, None, None
 
 
-def closing(x: Tensor, each: ForwardPass | None, label: str) -> Tensor:
-    """`x`, the output of the layer `label`; its one backward pass closes the training pass `each`."""
-    return _Closing.apply(x, each, label)
+def closing(x: Tensor, each: ForwardPass | None, label: str, group: str) -> Tensor:
+    """`x`, the output of the layer `label`; its one backward pass closes the training pass `each`.
+
+    group: c10d name of the group whose ranks are told where that pass fails.
+    """
+    return _Closing.apply(x, each, label, group)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import FailsTogether, fail_together
+from oases.execution.failure import FailsTogether
 from oases.execution.group import ProcessGroup, refuse_capture
+from oases.execution.propagation import fail_together
 from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
 from oases.moe.cost_measurement import mean_seconds, measure_costs

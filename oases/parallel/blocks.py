@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.executor import Place, Program, Step
-from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded
+from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded, tensor_of
 from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.batch import CallInputs, SubBatches
@@ -248,12 +248,12 @@ class BlockWork:
 
         def run() -> Tensor:
             if deferred is None:
-                return own_memory(method(h, *values), (h, *values))
+                return own_memory(tensor_of(method, h, *values), (h, *values))
             deferred.begin(skip_last)
             token, in_piece[0] = deferring.set(deferred), traced is not None
             try:
                 if not graph:
-                    return own_memory(method(h, *values), (h, *values))
+                    return own_memory(tensor_of(method, h, *values), (h, *values))
                 # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
                     method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True
@@ -329,7 +329,7 @@ class BlockWork:
 
         def run() -> Tensor:
             if not graph:
-                return method(*given, *values)
+                return tensor_of(method, *given, *values)
             whole = self._whole and name == "combine"
             out, pieces[place] = recorded(
                 method, given, values, [self.leaves[block], *self.inputs.leaves], whole=whole

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.execution.propagation import watch_group
 from oases.parallel.sharding import Cut
 
 
@@ -60,11 +61,12 @@ def part_of_last(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut, process_group: ProcessGroup, label: str) -> Tensor:
-        ctx.cut, ctx.process_group = cut, process_group
+        ctx.cut, ctx.process_group, ctx.label = cut, process_group, label
         return all_gather_cut(x.detach(), cut, process_group, label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        watch_group(ctx.process_group, ctx.label)
         rank, ranks = group_rank(ctx.process_group), group_size(ctx.process_group)
         return ctx.cut.take(grad, rank, ranks).contiguous(), None, None, None
 
@@ -77,16 +79,19 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        watch_group(ctx.process_group, "a scattered input")
         return all_gather_last(grad, ctx.process_group, "scatter backward"), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
+        ctx.process_group, ctx.label = process_group, label
         return all_reduce(x.contiguous().clone(), process_group, label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        watch_group(ctx.process_group, ctx.label)
         return grad, None, None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.execution.propagation import told
 from oases.execution.wire import agreed_group
 from oases.plans.plan import BUCKET_BYTES
 
@@ -55,13 +56,19 @@ class _Lane:
         self._next = 0
         self._wire = wire
         device = buckets[0].parameters[0].device.type if buckets else "cpu"
-        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire")
+        sizes = [sum(each.numel() for each in bucket.parameters) for bucket in buckets]
+        about = ("numbers in each bucket", tuple(sizes))
+        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire", about)
+
+    @property
+    def group(self) -> ProcessGroup:
+        found = group_of(self._group_name)
+        assert found is not None
+        return found
 
     @property
     def _scheduler(self) -> Any:
-        group = group_of(self._group_name)
-        assert group is not None
-        return scheduler_of(group)
+        return scheduler_of(self.group)
 
     def reset(self) -> None:
         self._next = 0
@@ -133,6 +140,11 @@ class GradientAverager:
             for parameter in bucket.parameters
         ]
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Groups over which gradients are averaged."""
+        return [lane.group for lane in self._lanes]
+
     def _hook(self, lane: _Lane, bucket: _Bucket) -> Any:
         def note(parameter: Tensor) -> None:
             if self._active:
@@ -146,7 +158,8 @@ class GradientAverager:
         """Context of the last backward pass of an optimizer step; afterwards gradients are averages."""
         self.begin()
         try:
-            yield
+            with told(self.groups, "the average of gradients"):
+                yield
         finally:
             self._active = False
         self.finish()

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.execution.call import refuse_second_derivatives
-from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
+from oases.execution.group import HoldsGroup, ProcessGroup, group_of, group_rank, group_size, resolve, shard_size
+from oases.execution.propagation import watch_group
 from oases.execution.weight_gradient import linear
 from oases.execution.wire import agreed_at_trace, agreed_group, form_of_input, quantised_type
 from oases.parallel.chunks import Chunks, Kind, NumChunks, is_real
@@ -104,7 +105,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         y = self._chunks.linear(self.num_chunks, x, weight, bias, self._sending_group(x), self.sequence_parallel)
         if y.requires_grad and not torch.compiler.is_compiling():
-            y.register_hook(partial(_refuse_second_derivatives, f"Overlapped{self.kind.capitalize()}Linear"))
+            y.register_hook(partial(_begin_backward, f"Overlapped{self.kind.capitalize()}Linear", self._group_name))
         return y
 
     def _sending_group(self, x: Tensor) -> str:
@@ -127,9 +128,10 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         )
 
 
-def _refuse_second_derivatives(name: str, _: Tensor) -> None:
+def _begin_backward(name: str, group: str, _: Tensor) -> None:
     """Hook of a result; raises where the backward op, which has no derivative, is recorded."""
     refuse_second_derivatives(name)
+    watch_group(group_of(group), name)
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.execution.propagation import watch_group
+from oases.execution.wire import agreed_group
+from oases.parallel.chunks import is_real
 from oases.parallel.collectives import all_reduce
 from oases.parallel.embedding import require_range
 from oases.parallel.sharding import Cut
@@ -51,11 +54,12 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if smoothing:
             expected = (1 - smoothing) * expected + (smoothing / vocabulary) * total[0]
         ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), local, mine, ignored)
-        ctx.vocabulary, ctx.smoothing = vocabulary, smoothing
+        ctx.vocabulary, ctx.smoothing, ctx.process_group = vocabulary, smoothing, process_group
         return (normalizer.log() - expected).masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        watch_group(ctx.process_group, "the cross-entropy")
         softmax, local, mine, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0)
         target = (ctx.smoothing - 1) * mine.unsqueeze(-1).to(softmax.dtype)
@@ -104,6 +108,12 @@ def parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} do not fit a vocabulary of {vocabulary}: rank {group.rank()} "
             f"of {ranks} holds {last - first}; pass the full size as vocabulary="
         )
+    if is_real(logits) and not torch.compiler.is_compiling():
+        about = (
+            "shape of the targets", targets.shape, "size of the vocabulary", vocabulary,
+            "type of the logits", logits.dtype, "label smoothing", label_smoothing,
+        )  # fmt: skip
+        agreed_group(group.group_name, "parallel_cross_entropy", None, logits.device.type, about=about)
     ignored = targets == ignore_index
     require_range("target", targets.masked_fill(ignored, 0), vocabulary)
     losses = _ParallelCrossEntropy.apply(logits, targets, ignored, vocabulary, label_smoothing, group)

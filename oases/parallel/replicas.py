@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.execution.group import ProcessGroup, group_name, group_of
+from oases.execution.propagation import watch_passes
 from oases.parallel.expert_groups import averaged_parts
 from oases.parallel.gradient_averaging import GradientAverager
 
@@ -55,6 +56,10 @@ class Replicas:
     def group(self) -> ProcessGroup | None:
         """Data-parallel ranks; None where the gradients of experts alone are averaged."""
         return group_of(self._group)
+
+    def groups(self) -> list[ProcessGroup]:
+        """Groups over which the next backward pass averages."""
+        return [] if self._average is None else self._average.groups
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,6 +113,7 @@ def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:
         return
     replicas = Replicas(group, wire)
     module.register_forward_pre_hook(replicas.called)
+    watch_passes(module, replicas.groups)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)
 

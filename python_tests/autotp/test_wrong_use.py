@@ -1,5 +1,9 @@
 """Wrong uses of a parallelized model on two ranks: each raises an error with the remedy on both."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +31,21 @@ def check_wrappers():
 
 def test_wrappers_that_take_shards_for_the_whole_are_refused(two_ranks):
     two_ranks.run(check_wrappers)
+
+
+def check_pickling():
+    model = oases.parallelize(build("llama"))
+    loss = model(**DATA).loss
+    for _ in range(2):
+        for pickled in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+            with pytest.raises(UsageError, match=r"cannot be pickled.*save it by oases\.save_checkpoint"):
+                pickled(model)
+        model = copy.deepcopy(model)
+        assert torch.equal(model(**DATA).loss, loss)
+
+
+def test_a_model_is_copied_and_not_pickled(two_ranks):
+    two_ranks.run(check_pickling)
 
 
 def check_batches():

@@ -1,9 +1,11 @@
 """Averaged gradients: of which backward pass, over which ranks, in which buckets, and how early they are sent."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from oases.errors import UsageError
 from oases.execution.group import scheduler_of
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
@@ -93,3 +95,15 @@ def test_without_replicas_nothing_is_sent():
     with GradientAverager([(model.parameters(), None)]).overlapped():
         model(batches[0]).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def check_sizes():
+    """One rank trains a parameter that the other froze."""
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(UsageError, match=r"numbers in each bucket differs .*\(8,\) on rank 0, \(6,\) on rank 1"):
+        GradientAverager([(module.parameters(), dist.group.WORLD)])
+
+
+def test_ranks_with_other_parameters_are_told(two_ranks):
+    two_ranks.run(check_sizes)

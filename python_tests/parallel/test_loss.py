@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from oases import OverlappedEmbedding, parallel_cross_entropy
+from oases import OverlappedEmbedding, UsageError, parallel_cross_entropy
 from oases.parallel.linear import shard
 from oases.parallel.sharding import Cut
 
@@ -103,3 +103,15 @@ def check_range():
 
 def test_indices_out_of_range_are_errors(two_ranks):
     two_ranks.run(check_range)
+
+
+def check_sizes():
+    """Other numbers of targets on each rank would abort gloo, or wait for its timeout."""
+    rank = dist.get_rank()
+    with pytest.raises(UsageError, match=r"shape of the targets differs .*\[3\].* on rank 0, .*\[4\].* on rank 1"):
+        parallel_cross_entropy(torch.randn(3 + rank, 5), torch.zeros(3 + rank, dtype=torch.int64))
+    parallel_cross_entropy(torch.randn(3, 5), torch.zeros(3, dtype=torch.int64))
+
+
+def test_ranks_with_other_numbers_of_targets_are_told(two_ranks):
+    two_ranks.run(check_sizes)

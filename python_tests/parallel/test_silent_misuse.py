@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from block_examples import WIDTH, Mlp
+from block_examples import WIDTH, Mlp, make_stack, plain_blocks
 from test_misuse import Misuse, expert_stack, raised, started
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -12,6 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import oases
 from oases import OverlappedEmbedding, OverlappedRowLinear, OverlappedStack, ParallelSpec
 from oases.errors import UsageError
+from oases.execution.failure import FailedRankError
 from oases.parallel import BlockInputs
 
 
@@ -228,3 +229,41 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.act.__name__)
 def test_misuse_is_an_error_on_both_ranks(two_ranks, case):
     two_ranks.run(raised, *case)
+
+
+class Forgetful(Mlp):
+    """Its `method` forgets to return."""
+
+    method = ""
+
+    def partial(self, x):
+        y = super().partial(x)
+        return None if self.method == "partial" else y
+
+    def combine(self, x, y):
+        y = super().combine(x, y)
+        return [y] if self.method == "combine" else y
+
+
+def check_result(method, said, grad):
+    stack = make_stack(plain_blocks(2), dist.group.WORLD, Forgetful)
+    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        expected = stack(x)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            stack.blocks[0].method = method
+        op = "F" if method == "partial" else "C"
+        message = (
+            rf"rank 1 failed at {op} 0\.\d .*block 0, .*TypeError: Forgetful\.{method}\(\) of a block returned {said}"
+        )
+        with pytest.raises(FailedRankError, match=message):
+            stack(x)
+        stack.blocks[0].method = ""
+        assert torch.equal(stack(x), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("method", "said"), [("partial", "None"), ("combine", r"\[tensor")])
+def test_a_block_that_returns_no_tensor_is_named(two_ranks, method, said, grad):
+    two_ranks.run(check_result, method, said, grad)
