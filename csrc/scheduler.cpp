@@ -148,9 +148,10 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
     ticket->finish_->at = ticket->record_.issued;
     return ticket;
   }
-  TORCH_CHECK(getpid() == process_, collective, " of ", label,
-              " was called in a fork of the process that created its process group, whose connections and threads a "
-              "fork does not have; start processes by spawn, or create the group after the fork");
+  TORCH_CHECK(
+      getpid() == process_, collective, " of ", label,
+      " was called in a fork of the process that created its process group, whose connections and threads a "
+      "fork does not have; start processes by spawn, or create the group after the fork");
   if (!counted.is_cpu()) {
     refuse_blocking_waits();
     record_event(ticket->at_issue_, counted.device());

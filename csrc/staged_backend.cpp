@@ -34,9 +34,10 @@ StagedBackend::~StagedBackend() {
 }
 
 void StagedBackend::check_process(const char* name) const {
-  TORCH_CHECK(getpid() == process_, "staged: ", name,
-              " was called in a fork of the process that created its process group, whose memory and threads a "
-              "fork does not have; start processes by spawn, or create the group after the fork");
+  TORCH_CHECK(
+      getpid() == process_, "staged: ", name,
+      " was called in a fork of the process that created its process group, whose memory and threads a "
+      "fork does not have; start processes by spawn, or create the group after the fork");
 }
 
 void StagedBackend::abort() {
