@@ -22,7 +22,6 @@ from oases.execution.failure import (
     Failure,
     FailureMonitor,
     error_of,
-    is_out_of_memory,
     lost_a_rank,
 )
 from oases.execution.propagation import watch_backward
@@ -241,13 +240,9 @@ class FailureScope:
         if isinstance(op, Op):
             line = f"line {schedule.lines[op]} of {schedule.name}"
             where = f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
-        out_of_memory = is_out_of_memory(error)
-        remedy = ""
-        if out_of_memory:
-            more = "" if schedule.recompute == "full" else "recompute='full', "
-            remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
+        more = "" if schedule.recompute == "full" else "recompute='full', "
+        remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
+        return Failure.of(error, rank, where, remedy)
 
 
 class Executor:

@@ -60,6 +60,13 @@ class Failure:
     remedy: str
     out_of_memory: bool
 
+    @classmethod
+    def of(cls, error: BaseException, rank: int, where: str, remedy: str = "") -> Failure:
+        """Describe an exception. remedy: of an op that ran out of memory."""
+        lines = str(error).strip().splitlines() or [""]
+        full = is_out_of_memory(error)
+        return cls(rank, where, f"{type(error).__name__}: {lines[0]}", remedy if full else "", full)
+
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
         return f"rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"

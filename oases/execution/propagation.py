@@ -27,7 +27,6 @@ from oases.execution.failure import (
     Failure,
     FailureMonitor,
     error_of,
-    is_out_of_memory,
     known_monitor,
     lost_a_rank,
 )
@@ -58,7 +57,7 @@ def fail_together(
             raise monitor.error() from error
         if lost_a_rank(error):
             raise
-        failure = _described(monitor, where, error)
+        failure = Failure.of(error, monitor.rank, where)
         broken = monitor.fail(failure)
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise
@@ -161,9 +160,4 @@ def _tell(before: Standing, where: str, error: BaseException) -> None:
     for monitor, failures in before:
         monitor.watched = NO_PASS
         if monitor.scheduler.failures == failures and not lost_a_rank(error):
-            monitor.fail(_described(monitor, where, error))
-
-
-def _described(monitor: FailureMonitor, where: str, error: BaseException) -> Failure:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return Failure(monitor.rank, where, f"{type(error).__name__}: {first_line}", "", is_out_of_memory(error))
+            monitor.fail(Failure.of(error, monitor.rank, where))

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from oases.execution.failure import Failure, FailureMonitor, is_out_of_memory, lost_a_rank, monitor_of
+from oases.execution.failure import Failure, FailureMonitor, lost_a_rank, monitor_of
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.train.checkpoint.coordination import SaveError
 from oases.train.step_check import LossError
@@ -61,12 +61,10 @@ class FailureNotifier:
             # A rank died; its peers see closed connections too, and it would never acknowledge.
             self._lost = bool(self._failures_at_entry)  # for the contexts around this one
             return
-        first_line = (str(error).strip().splitlines() or [""])[0]
         pending = [monitor for monitor, count in pairs if monitor.scheduler.failures == count]
         # Report in all groups before acknowledging in any: a peer may be blocked in another of these groups.
         for monitor in pending:
-            cause = f"{type(error).__name__}: {first_line}"
-            monitor.report_failure(Failure(monitor.rank, self.activity, cause, "", is_out_of_memory(error)))
+            monitor.report_failure(Failure.of(error, monitor.rank, self.activity))
         for monitor in pending:
             monitor.scheduler.acknowledge()
 

@@ -325,8 +325,8 @@ EXECUTION = (
     Mutation(
         "failure_not_reported_to_all_groups",
         "oases/train/failure_notifier.py",
-        "        for monitor in pending:\n            cause =",
-        "        for monitor in pending[:0]:\n            cause =",
+        "        for monitor in pending:\n            monitor.report_failure(",
+        "        for monitor in pending[:0]:\n            monitor.report_failure(",
         ("train/test_failure_notifier.py",),
         "Other ranks are not told of a failure.",
     ),
