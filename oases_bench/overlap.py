@@ -39,7 +39,7 @@ from oases_bench.overlap_predictions import (
     require_predictable,
     write_comparison,
 )
-from oases_bench.ratio import NEAR, RatioLink
+from oases_bench.ratio import NEAR, TRIALS, RatioLink
 from oases_bench.unedited_layers import UneditedLayers, of_model
 
 MALLOCS = ("keep", "trim")
@@ -214,15 +214,16 @@ def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: flo
 def measured_at(link: RatioLink, benches: Sequence[OverlapBench], shows: bool) -> tuple[list[Result], Result]:
     """Results over a link of the ratio asked for, and what was set and found.
 
-    Up to three measurements: where one finds another ratio by more than `NEAR`, the rate is corrected.
+    Up to two measurements: where the first finds another ratio by more than `NEAR`, the rate is corrected.
     """
-    link.calibrate(benches)
+    with progress("setting the link", TRIALS, shows and first_rank()) as advance:
+        link.calibrate(benches, advance)
     tried = []
     while True:
         results = measured(benches, shows)
         found = results[0]["communication_over_compute"]
         tried.append({"link": link.rate, "found": found})
-        if link.off(found) <= NEAR or len(tried) == 3:
+        if link.off(found) <= NEAR or len(tried) == 2:
             return results, {"ratio": link.asked, "link": link.rate, "measurements": tried}
         link.correct(found)
         for bench in benches:

@@ -6,7 +6,7 @@ the measurement. So the last trials run every contestant in turns, as the measur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -16,10 +16,13 @@ from oases.profile.overlap import OverlapBench, Passes, least_compute, median_of
 from oases.testbed import set_rate
 
 NEAR = 0.05
-"""Largest relative error of the ratio that a measurement finds; beyond it, the rate is corrected."""
-_CLOSE = {False: 0.1, True: 0.03}
-"""Largest relative error of a trial, by whether all contestants ran."""
+"""Largest relative error of the ratio that all contestants find; beyond it, the rate is corrected."""
+_ROUGHLY = 0.1
+"""Largest relative error of a trial of compute and communication alone."""
 _MOST_BITS = 1e11
+_ALONE, _TOGETHER = 6, 2
+TRIALS = _ALONE + _TOGETHER
+"""Most trials before a measurement."""
 
 
 class RatioLink:
@@ -45,26 +48,34 @@ class RatioLink:
         self._bits = min(self._bits * found / self.asked, _MOST_BITS)
         self.set()
 
-    def calibrate(self, benches: Sequence[OverlapBench]) -> None:
-        """Find the rate: roughly with compute and communication alone, then among all contestants, within 3 %.
+    def calibrate(self, benches: Sequence[OverlapBench], advance: Callable[[int], None]) -> None:
+        """Find the rate: roughly with compute and communication alone, then among all contestants.
 
-        Called on every rank. UsageError where no rate gives the ratio.
+        Called on every rank. advance: called with the number of trials done, of `TRIALS`. UsageError where no rate
+        gives the ratio.
         """
         self.set()
-        for together in (False, True):
-            for _ in range(6):
-                found = measured_ratio(benches, together=together)
-                if self.off(found) < _CLOSE[together]:
-                    break
-                self.correct(found)
-            else:
-                raise UsageError(
-                    f"--ratio {self.asked:g} is not reached: communication took {found:.2f} of compute over a link "
-                    f"of {self.rate}; give a larger ratio, or a larger --hidden"
-                )
+        for trial in range(_ALONE):
+            found = measured_ratio(benches, together=False)
+            advance(trial + 1)
+            if self.off(found) < _ROUGHLY:
+                break
+            self.correct(found)
+        else:
+            raise UsageError(
+                f"--ratio {self.asked:g} is not reached: communication took {found:.2f} of compute over a link of "
+                f"{self.rate}; give a larger ratio, or a larger --hidden"
+            )
+        for trial in range(_TOGETHER):  # the measurement finds what the ratio is, and may correct it once more
+            found = measured_ratio(benches, together=True)
+            advance(_ALONE + trial + 1)
+            if self.off(found) < NEAR:
+                break
+            self.correct(found)
+        advance(TRIALS)
 
 
-def measured_ratio(benches: Sequence[OverlapBench], *, together: bool, rounds: int = 5) -> float:
+def measured_ratio(benches: Sequence[OverlapBench], *, together: bool, rounds: int = 3) -> float:
     """Communication alone over compute alone of the first benchmark, medians of rounds after a warm-up.
 
     together: rounds of all contestants of all benchmarks.

@@ -49,9 +49,9 @@ ALGORITHMS = {"oases/moe/shadowing.py": "an algorithm with a citation"}
 PUBLIC = (
     "OverlappedColumnLinear", "OverlappedColwiseParallel", "OverlappedEmbedding", "OverlappedMoE",
     "OverlappedRowLinear", "OverlappedRowwiseParallel", "OverlappedStack", "ParallelDropout", "ParallelSpec",
-    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "clip_grad_norm", "full_state_dict",
-    "load_checkpoint", "load_weights", "make_optimizer", "nccl_options", "parallel_cross_entropy", "parallelize",
-    "plan", "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
+    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "causal_attention", "clip_grad_norm",
+    "full_state_dict", "load_checkpoint", "load_weights", "make_optimizer", "nccl_options", "parallel_cross_entropy",
+    "parallelize", "plan", "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
 )  # fmt: skip
 PUBLIC_OF_PARTS = {
     "oases.svm": ("NonconvexSVC",),

@@ -101,8 +101,9 @@ class GraphBlock(HoldsGroup, nn.Module):
         super().__init__()
         self.number = number
         self.process_group = group
-        self.token_wise = False
-        """Whether it relates no tokens in the current call, if that may be cut into sub-batches of tokens."""
+        self.token_wise = self.causal = False
+        """Whether it relates no tokens, or none to a later one, in the current call, if that may be cut into
+        sub-batches of tokens."""
         self.names = tuple(sorted(names))
         self._paths = [(name, mangled(name), tuple(name.split("."))) for name in self.names]
         self.adopt(layer)

@@ -39,7 +39,7 @@ from oases.autotp.samples import relation_of_samples
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.tokens import SubBatchPieces, TokenPieces, sub_batch_pieces, token_pieces
+from oases.autotp.token_pieces import SubBatchPieces, TokenPieces, sub_batch_pieces, token_pieces
 from oases.errors import UsageError
 from oases.parallel.sharding import Cut
 

@@ -25,6 +25,7 @@ from oases.autotp.standalone import StandaloneForward
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
+from oases.parallel.attention import is_causal_mask
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
 from oases.parallel.tunings import asked_for
@@ -106,6 +107,18 @@ class DeferredCall:
     tree: pytree.TreeSpec
     call_signature: CallSignature
     program: Program
+
+    def is_causal(self, block: int, known: dict[int, bool]) -> bool:
+        """Whether a block's `partial` relates tokens, and none to a later one.
+
+        known: by id of a mask, whether it is causal.
+        """
+        pieces = self.program.sub_batches_of_tokens[block]
+        if pieces.relates != "earlier" or not pieces.masks <= self.program.leaf_of.keys():
+            return False
+        masks = [self.found[self.program.leaf_of[name]] for name in pieces.masks]
+        known.update((id(mask), is_causal_mask(mask)) for mask in masks if id(mask) not in known)
+        return all(known[id(mask)] for mask in masks)
 
 
 @dataclass
@@ -241,9 +254,13 @@ class Runner:
         self._x, self._calls, self._pending = None, [], None
         by_tokens = self.stack.may_cut_tokens(x) and all(call.program.sub_batches_of_tokens for call in calls)
         of_layer = [self._inputs(layer, call, by_tokens) for layer, call in zip(self.layers, calls, strict=True)]
+        causal: dict[int, bool] = {}
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
-            block.token_wise = by_tokens and calls[index].program.sub_batches_of_tokens[block.number].token_wise
+            call = calls[index]
+            pieces = call.program.sub_batches_of_tokens[block.number] if by_tokens else None
+            block.token_wise = pieces is not None and pieces.relates == "none"
+            block.causal = pieces is not None and call.is_causal(block.number, causal)
             if not self.sharded:
                 block.adopt(self.layers[index].module)
         training = any(any(call.call_signature.modes) for call in calls)

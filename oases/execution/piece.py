@@ -48,11 +48,17 @@ def method_of(block: nn.Module, name: str) -> Callable[..., Any]:
 
 def recorded(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], values: Sequence[Any], leaves: list[Leaves],
-    *, whole: bool = False, overwritten: bool = False,
+    *, whole: bool = False, overwritten: bool = False, begun: Callable[[Piece], None] | None = None,
 ) -> tuple[Tensor, Piece]:  # fmt: skip
-    """Call `function(*inputs, *values)` as a piece; return its detached result and the piece."""
+    """Call `function(*inputs, *values)` as a piece; return its detached result and the piece.
+
+    begun: called with the piece before the function, which may record further inputs and, before its result, outputs.
+    """
     piece = Piece(leaves, whole)
-    result = tensor_of(function, *map(piece.input, inputs), *values)
+    inputs = [*map(piece.input, inputs)]
+    if begun is not None:
+        begun(piece)
+    result = tensor_of(function, *inputs, *values)
     if overwritten:
         result = own_memory(result, (*inputs, *values))
     return piece.output(result, overwritten), piece

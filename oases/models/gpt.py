@@ -19,7 +19,13 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.limits import require_numbers
-from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
+from oases.parallel import (
+    OverlappedColumnLinear,
+    OverlappedEmbedding,
+    OverlappedRowLinear,
+    causal_attention,
+    parallel_cross_entropy,
+)
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
@@ -59,6 +65,8 @@ def _linear(config: GPTConfig, generator: torch.Generator, inputs: int, outputs:
 class Attention(nn.Module):
     """Norm, fused column-parallel QKV (sharded by head), causal attention, row-parallel projection."""
 
+    causal = True
+
     def __init__(self, config: GPTConfig, generator: torch.Generator, group: ProcessGroup | None) -> None:
         super().__init__()
         h = config.hidden
@@ -91,7 +99,7 @@ class Attention(nn.Module):
     def _attend(self, qkv: Tensor) -> Tensor:
         qkv = qkv.unflatten(-1, (self.local_heads, 3, self.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return causal_attention(q, k, v).transpose(1, 2).flatten(-2)
 
     def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
         """Bias and residual, after the all-reduce."""

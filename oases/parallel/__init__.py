@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from oases.execution.group import nccl_options
+from oases.parallel.attention import causal_attention
 from oases.parallel.batch import BlockInputs
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
@@ -28,6 +29,7 @@ __all__ = [
     "OverlappedStack",
     "ParallelDropout",
     "Report",
+    "causal_attention",
     "clip_grad_norm",
     "make_optimizer",
     "nccl_options",

@@ -17,62 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.execution.executor import Place, Program, Step
+from oases.execution.executor import Place, Step
 from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded, tensor_of
 from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
 from oases.execution.wire import PendingCollective, Wire
+from oases.parallel.attention import EarlierKeys
 from oases.parallel.batch import CallInputs, SubBatches
-from oases.parallel.randomness import MethodName, Randomness, hash_of
-from oases.schedule import Op, Schedule, format_schedule
+from oases.parallel.program import BlockProgram
+from oases.parallel.randomness import MethodName, Randomness
 
 _NO_CHANGE = nullcontext()
-_OF_NEXT = ("C", "RC", "B", "BC")
-"""Ops that run the next block's norm, or its backward pass, where that block is halved at the gather."""
-_READERS = ("F", "R", *_OF_NEXT)
-
-
-class BlockProgram(Program):
-    """Steps of a tensor-parallel schedule for these blocks, with sets of the places of each kind of op."""
-
-    def __init__(
-        self, schedule: Schedule, blocks: Sequence[nn.Module], label: str, layer_of: Sequence[int] | None
-    ) -> None:
-        self.halved = [_is_halved(block, number, schedule) for number, block in enumerate(blocks)]
-        """By block, whether its norm runs in front of the gather, with op C of the previous block."""
-        self.recomputed: frozenset[Place] = _places(schedule, "R")
-        self.combined_again: frozenset[Place] = _places(schedule, "RC")
-        self.remade: frozenset[Place] = schedule.remade_inputs
-        self.deferred: frozenset[Place] = _places(schedule, "W")
-        """Places whose weight gradients an op W computes; elsewhere B does."""
-        self.apart: frozenset[Place] = _places(schedule, "BC")
-        self.gathered = frozenset((op.of, op.block, op.sub_batch) for op in schedule if op.kind == "all_gather")
-        self.summed_again: frozenset[Place] = frozenset(
-            (op.block, op.sub_batch) for op in schedule if op.of == "R" and op.kind != "wait"
-        )
-        self.order = hash_of(format_schedule(schedule))
-        """Hash of the ops, which every rank must run alike."""
-        super().__init__(schedule, label, layer_of)
-
-    def reads(self, op: Op) -> Sequence[int]:
-        """Its own block, and the next one where its norm runs with this op."""
-        if op.kind not in _READERS:
-            return ()
-        above = op.block + 1
-        both = op.kind in _OF_NEXT and above < len(self.halved) and self.halved[above]
-        return (op.block, above) if both else (op.block,)
-
-    def makes_gradients(self, op: Op) -> Sequence[int]:
-        """Its own block, and the next one where its norm runs in front of the gather."""
-        if op.kind not in ("BC", "B", "W"):
-            return ()
-        # A norm in front of the gather gets its gradient with the backward pass of the block below.
-        above = op.block + 1
-        both = op.kind == "BC" and above < len(self.halved) and self.halved[above]
-        return (op.block, above) if both else (op.block,)
-
-
-def _places(schedule: Schedule, kind: str) -> frozenset[Place]:
-    return frozenset((op.block, op.sub_batch) for op in schedule if op.kind == kind)
 
 
 class BlockWork:
@@ -88,6 +42,8 @@ class BlockWork:
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
         self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
+        self._keys = {b: EarlierKeys(b, cut.number) for b in range(len(blocks))
+                      if cut.along == "sequence" and b not in self._joint}  # fmt: skip
         self._whole = cut.tokens.size == 1
         """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
         both = list(zip(blocks, program.halved, strict=True))
@@ -245,6 +201,7 @@ class BlockWork:
         method, traced = self._partial[block], self._traced[block]
         values = self.inputs.values(block, s, whole=block in self._joint)
         name: MethodName = "partial" if self._prepare[block] is None else "product"
+        keys = self._keys.get(block)
 
         def run() -> Tensor:
             if deferred is None:
@@ -256,8 +213,9 @@ class BlockWork:
                     return own_memory(tensor_of(method, h, *values), (h, *values))
                 # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
-                    method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True
-                )
+                    method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True,
+                    begun=None if keys is None else keys.record,
+                )  # fmt: skip
                 return y
             finally:
                 deferring.reset(token)
@@ -269,7 +227,11 @@ class BlockWork:
                 deferred.leave_out(
                     traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(h, *values))
                 )
-            return draw(name, block, s, extent, run)
+            if keys is None:
+                return draw(name, block, s, extent, run)
+            y = draw(name, block, s, extent, lambda: keys.around(s, run))
+        keys.end(s)
+        return y
 
     def _take_parts(self, parts: dict[Place, Tensor], place: Place) -> Tensor:
         """The tensor at `place`; for a joint block, whose ops run once, of all sub-batches."""
@@ -358,7 +320,12 @@ class BlockWork:
         if place not in self._program.apart:
             self._do_BC(step)
         # The all-reduce overwrites g, so g must not share memory with tensors that are still read.
-        (g,) = self._partial_pieces.pop(place).backward([self._take_parts(self._grad_y, place)], fresh=True)
+        piece, keys = self._partial_pieces.pop(place), self._keys.get(step.block)
+        grad_y = self._take_parts(self._grad_y, place)
+        others = [] if keys is None else keys.gradients(step.sub_batch)
+        g, *earlier = piece.backward([*others, grad_y], fresh=True)
+        if keys is not None:
+            keys.add(earlier)
         if g is None:
             raise RuntimeError(f"block {step.block}: partial(x) does not depend on x; it must be differentiable in x")
         self._set_parts(self._g, place, g)
@@ -382,14 +349,3 @@ class BlockWork:
         if through is None:
             raise RuntimeError(f"block {block}: prepare(x) does not depend on x; it must be differentiable in x")
         return through if residual is None else through + residual
-
-
-def _is_halved(block: nn.Module, number: int, schedule: Schedule) -> bool:
-    """Whether a block runs in two halves under sequence parallelism, split at the gather.
-
-    `prepare(x) -> h`, token by token (its norm), runs on this rank's part of the sequence, `product(h) -> y` on all
-    of it. The first block gets the full input and runs `partial` on it, as do blocks without the two methods.
-    """
-    if not number or not schedule.sequence_parallel:
-        return False
-    return all(callable(getattr(block, name, None)) for name in ("prepare", "product"))

@@ -19,9 +19,10 @@ from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
 from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Turn
-from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.blocks import BlockWork
 from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 from oases.parallel.guards import register_shards
+from oases.parallel.program import BlockProgram
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import ScheduleError
 

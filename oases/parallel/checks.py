@@ -94,6 +94,12 @@ def require_sequence(
             )
 
 
+def needs_all_tokens(block: nn.Module) -> bool:
+    """Whether a block's `partial` must get all tokens at once; in a compiled one, attention must."""
+    causal = getattr(block, "causal", False) and not hasattr(block, "_orig_mod")
+    return not (causal or getattr(block, "token_wise", False))
+
+
 def says_tokens(inputs: BlockInputs) -> bool:
     """Whether a block's inputs say how sub-batches of tokens read them."""
     return inputs.tokens is not None or not inputs.values

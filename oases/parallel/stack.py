@@ -27,7 +27,7 @@ from oases.parallel.batch import (
     differentiable,
     refuse_mixing,
 )
-from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.blocks import BlockWork
 from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
 from oases.parallel.checks import (
     BlockList,
@@ -35,6 +35,7 @@ from oases.parallel.checks import (
     checked_inputs,
     compared,
     form_of,
+    needs_all_tokens,
     require_activation,
     require_blocks,
     require_options,
@@ -45,6 +46,7 @@ from oases.parallel.checks import (
 )
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
+from oases.parallel.program import BlockProgram
 from oases.parallel.randomness import MethodName, Randomness
 from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.plans.shape import AUTO_LOSSY
@@ -77,9 +79,9 @@ class OverlappedStack(FailsTogether, nn.Module):
         halves of partial, prepare(x) -> h (its norm) and product(h) -> y, runs the first on that part. combine and
         prepare must treat tokens independently.
     small_batch: a batch smaller than sub_batches is split along the sequence in blocks with token_wise = True (an
-        MLP), whose matmuls hide their own and their neighbours' all-reduces. Otherwise "refuse" raises, and "whole"
-        runs it by the schedule sync with the same recomputation; its collectives have a row of their own, "stack 0,
-        whole batch", in `oases.report()`.
+        MLP) or causal = True (attention by `oases.causal_attention`), whose matmuls hide their own and their
+        neighbours' all-reduces. Without such blocks "refuse" raises, and "whole" runs it by the schedule sync with
+        the same recomputation; its collectives have a row of their own, "stack 0, whole batch", in `oases.report()`.
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
     layer_of: layer of each block, in order; default: two blocks per layer. Used by recomputation and
         `oases.report()`, which shows the stack's `name`.
@@ -267,7 +269,7 @@ class OverlappedStack(FailsTogether, nn.Module):
     @property
     def joint_blocks(self) -> frozenset[int]:
         """Blocks that need all tokens at once."""
-        return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
+        return frozenset(b for b, block in enumerate(self._compiled or self.blocks) if needs_all_tokens(block))
 
     def may_cut_tokens(self, x: Tensor) -> bool:
         """Whether a call may have sub-batches of tokens if all blocks' inputs say how they are cut."""
@@ -294,9 +296,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
         require_sequence(x, schedule, self.tensor_parallel, inputs, self.joint_blocks)
-        if schedule.along == "sequence":
-            return schedule
-        if x.shape[0] >= parts:
+        if schedule.along == "sequence" or x.shape[0] >= parts:
             return schedule
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             if self.small_batch == "whole" and x.shape[0] > 0:
@@ -304,7 +304,8 @@ class OverlappedStack(FailsTogether, nn.Module):
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
                 "sub_batches, small_batch='whole' to run it unsplit, or with schedule='oases' token_wise = True in "
-                "blocks that treat tokens independently, and tokens in blocks' inputs, to split the sequence"
+                "blocks that treat tokens independently, causal = True in those that call oases.causal_attention, "
+                "and tokens in blocks' inputs, to split the sequence"
             )
         return self._replacements.by_tokens(schedule, self.joint_blocks)
 

@@ -86,9 +86,10 @@ def along_sequence(
 ) -> Schedule:
     """The Oases schedule with sub-batches along the sequence, for batches too small to split.
 
-    joint: blocks that need every token at once (attention). They run whole; all-reduces of their sub-batches are
-    hidden under the adjacent token-wise blocks (MLP), and weight gradients fill the wait before them in the
-    backward pass.
+    joint: blocks that need every token at once (attention to later tokens). They run whole; all-reduces of their
+    sub-batches are hidden under the adjacent token-wise blocks (MLP), and weight gradients fill the wait before them
+    in the backward pass. In others a sub-batch may read earlier ones (causal attention): the forward pass and
+    recomputation run sub-batches in order, the backward pass in reverse.
     """
     recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
     passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), recomputed)
@@ -134,8 +135,9 @@ class _Passes:
                 yield from (Op("all_reduce", b, s, "B") for s in order)
                 yield Op("W", b, 0)
                 continue
-            for s in order:
+            for s in range(self.num_sub_batches):
                 yield from self._recomputed(b, s)
+            for s in order:
                 yield from self._arrived(b, s)
                 yield from started("B", b, s)
             yield from (Op("W", b, s) for s in order)

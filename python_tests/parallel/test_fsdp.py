@@ -6,9 +6,9 @@ from torch import nn
 
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
-from oases.parallel.blocks import BlockProgram
 from oases.parallel.fsdp import UnitGatherer
 from oases.parallel.mesh import Mesh
+from oases.parallel.program import BlockProgram
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.schedule import generate, sequence_parallel
