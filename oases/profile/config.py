@@ -120,6 +120,11 @@ class OverlapConfig(StackOptions):
                 raise UsageError(f"schedule {name!r}: unknown suffix {wire!r}; valid suffixes: {known}")
         return schedule, dtype
 
+    def require_batch(self, num_sub_batches: int, schedule: str) -> None:
+        """The same, but `oases` cuts small batches along the sequence."""
+        if schedule != "oases" or self.sequence < num_sub_batches:
+            super().require_batch(num_sub_batches, schedule)
+
     def require_ranks(self, degree: int) -> None:
         """Raise UsageError unless so many ranks can run every schedule of the built-in GPT."""
         if degree < 2:

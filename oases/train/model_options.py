@@ -98,12 +98,12 @@ class ModelOptions:
             sub_batches = int(count[:9]) if count else self.sub_batches
             recompute = cast(Recompute, self.recompute)
             if plain not in WHOLE:
-                self.require_batch(sub_batches)
+                self.require_batch(sub_batches, plain)
             schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
         elif Path(name).is_file():
             schedule = read_schedule(name, "block", num_blocks=num_blocks)
             if schedule.along == "batch":
-                self.require_batch(schedule.num_sub_batches)
+                self.require_batch(schedule.num_sub_batches, schedule.name)
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
@@ -119,8 +119,8 @@ class ModelOptions:
             raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
         return "auto" if name == "auto" else self.resolve_schedule(name, layer_of, num_blocks)
 
-    def require_batch(self, num_sub_batches: int) -> None:
-        """Raise UsageError unless the batch has a sample per sub-batch."""
+    def require_batch(self, num_sub_batches: int, schedule: str) -> None:
+        """Raise UsageError unless the batch has a sample per sub-batch. schedule: its name."""
         if self.batch < num_sub_batches:
             raise UsageError(
                 f"a batch of {self.batch} cannot be split into {num_sub_batches} sub-batches; raise --batch, lower "

@@ -219,7 +219,7 @@ def _segment(config: TrainConfig, layers: int, blocks: int, tensor: int) -> Segm
         return Segment(blocks, tensor, "sync", 1, again)
     if name in GENERATORS and (not count or count.isdecimal()):
         sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
-        config.require_batch(sub_batches)
+        config.require_batch(sub_batches, name)
         return Segment(blocks, tensor, name, sub_batches, again, config.sequence_parallel)
     made = config.schedule_or_auto(config.schedule, num_blocks=blocks)
     if isinstance(made, str):

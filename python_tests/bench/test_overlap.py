@@ -201,6 +201,19 @@ def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.C
     assert "malloc: glibc's default" in said
 
 
+def test_one_sample_is_cut_along_the_sequence(
+    ranks_at_hand: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--hidden 32 --heads 4 --layers 1 --sequence 8 --batch 1 --iterations 1".split()  # noqa: SIM905
+    cli.main(["bench", "overlap", *sizes, "--schedules", "oases,oases@4", "--json", str(path)])
+    rows = json.loads(path.read_text())["schedules"]
+    assert max(row["max_relative_gradient_error"] for row in rows.values()) < 1e-5
+    for name, said in (("cross_pass", "a batch of 1 cannot be split into 4"), ("oases@9", "cannot be split into 9")):
+        with pytest.raises(UsageError, match=said):
+            replace(CONFIG, batch=1, sequence=8, schedules=name).check(2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
