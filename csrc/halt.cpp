@@ -30,7 +30,8 @@ HaltState OverlapScheduler::halt(const std::string& failure, bool out_of_memory)
 
 // Call with issuing_ held.
 int64_t OverlapScheduler::foreign() {
-  if (!countable_) return 0;
+  // A wire's collectives are counted by the scheduler of the group that it is of.
+  if (!countable_ || !code_.empty()) return 0;
   try {
     return static_cast<int64_t>(group()->getSequenceNumberForGroup()) - (started_ - on_wires_);
   } catch (const c10::Error&) {

@@ -36,6 +36,9 @@ class QuantizedBackend : public c10d::Backend {
                    c10::intrusive_ptr<c10d::Backend> on_device = nullptr);
 
   const std::string getBackendName() const override { return "quantized"; }
+  // Of collectives started here, for TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares the ranks'.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
   // Label of the next collective, for what is known of its errors: an op of a schedule, or a text of the caller's.
   void set_label(const std::string& label) { label_ = label; }
   // Bytes given to the inner backend to send to other ranks so far.

@@ -60,6 +60,7 @@ StagedStreams& StagedBackend::streams(c10::Device device) {
 StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
                                            const Tensors& used, Run run) {
   check_process(name);
+  ++started_;
   const auto found =
       std::find_if(used.begin(), used.end(), [](const auto& tensor) { return !tensor.is_cpu(); });
   if (found != used.end()) {

@@ -34,6 +34,9 @@ class StagedBackend : public c10d::Backend {
   const std::string getBackendName() const override { return "staged"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // Of collectives started here, on every rank as many.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return started_; }
   // Ends the waits of all ranks.
   void abort() override;
 
@@ -98,6 +101,7 @@ class StagedBackend : public c10d::Backend {
   const std::shared_ptr<SharedRanks> ranks_;
   StagedCollectives collectives_;
   std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<uint64_t> started_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> queue_;

@@ -44,7 +44,7 @@ def scripts() -> list[object]:
     return [pytest.param(code, id=f"{page} {which}") for page, which, code in found]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("code", scripts())
 def test_code_blocks_run_on_two_ranks(code, script_ranks, tmp_path):
     (tmp_path / "page.py").write_text(code)

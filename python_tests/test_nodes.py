@@ -113,28 +113,26 @@ def stumble_on_the_last():
     dist.barrier()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize(
     ("call", "code", "says"),
     [
-        pytest.param("rank_programs.refuse, ()", 2, ["oases: error: steps 0 is too few\n"], marks=pytest.mark.slow),
-        pytest.param(
+        ("rank_programs.refuse, ()", 2, ["oases: error: steps 0 is too few\n"]),
+        (
             "t.stumble_on_the_last, ()",
             1,
             ["KeyError: 'a bug'", "oases: rank 1 failed:", "oases: rank 1 ended with exit code 1; the run is over"],
-            marks=pytest.mark.slow,
         ),
         (
             "rank_programs.dies_in_mid_step, (1,)",
             1,
             ["waited for all_reduce of ", "; rank 1 is gone", "rank 1 ended with signal SIGKILL; the run is over"],
         ),
-        pytest.param(
+        (
             "rank_programs.dies_in_mid_step, (0,)",
             1,
             ["waited for all_reduce of ", "; rank 0 is gone", "rank 0 ended with signal SIGKILL; the run is over"],
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["mistake", "bug", "kill on node 1", "kill on node 0"],
@@ -155,16 +153,16 @@ def agents_start(mark):
     return sum("forkserver" in command for command in with_mark(mark)) > 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize(
     ("when", "how"),
     [
-        pytest.param("training", "SIGINT to the group", marks=pytest.mark.slow),
-        pytest.param("training", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("training", "SIGKILL", marks=pytest.mark.slow),
+        ("training", "SIGINT to the group"),
+        ("training", "SIGTERM"),
+        ("training", "SIGKILL"),
         ("starting", "SIGINT to the group"),
-        pytest.param("starting", "SIGKILL", marks=pytest.mark.slow),
+        ("starting", "SIGKILL"),
     ],
 )
 def test_nothing_is_left(when, how, tmp_path):

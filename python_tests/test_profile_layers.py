@@ -18,6 +18,7 @@ from oases.simulator.hardware_file import read_hardware, to_json
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 T5 = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 8, "d_ff": 64,

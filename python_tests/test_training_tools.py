@@ -50,13 +50,13 @@ def logged(folder, step):
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "number"),
     [
         ("trainer.py", 18),
-        pytest.param("lora.py", 16, marks=pytest.mark.slow),
-        pytest.param("sft.py", 40, marks=pytest.mark.slow),
+        ("lora.py", 16),
+        ("sft.py", 40),
     ],
 )
 def test_examples_with_the_trainer(run, tmp_path, script, number):
@@ -91,6 +91,7 @@ def test_examples_with_a_loop(run, tmp_path, script):
     assert steps(run(4, script, 2, folder=tmp_path)) == expected[4:]
 
 
+@pytest.mark.slow
 def test_fsdp2(run, tmp_path):
     """Two and four ranks train, and resume what they left; FSDP2 saves shards of this number of ranks."""
     expected = steps(run(1, "fsdp2.py", 1, folder=tmp_path))

@@ -234,7 +234,10 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
     """Timeout of the group's collectives, on the CPU if it has such; None for a backend that does not say it."""
     device = next(iter(_carriers_of(group)))
     backend: Any = group._get_backend(torch.device(device))
-    options = getattr(backend, "options", None)
+    try:
+        options = getattr(backend, "options", None)
+    except RuntimeError:  # of torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL, around a backend without options
+        options = None
     return getattr(backend, "timeout", None) if options is None else options._timeout
 
 

@@ -79,10 +79,12 @@ class EarlierKeys:
     def add(self, found: Sequence[Tensor | None]) -> None:
         """Add the gradients of what that sub-batch read of earlier ones."""
         for place, gradient in enumerate(found):
+            if gradient is None:
+                continue
             call, earlier = divmod(place, self._now)
             sums = self._gradients.setdefault(earlier, [None] * self._calls)
             held = sums[call]
-            sums[call] = gradient if held is None or gradient is None else held.add_(gradient)
+            sums[call] = gradient if held is None else held.add_(gradient)
 
     def _require_order(self, needed: Iterable[int], held: Collection[int], what: str) -> None:
         missing = [s for s in needed if s not in held]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from oases.execution.group import group_name
+from oases.execution.wire import agreed_group
 from oases.reporting import register
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, ReducerSettings, Steps, TensorState
@@ -75,7 +77,8 @@ class S2Reducer:
 
         gradient: dense [rows, ...], or sparse COO with one sparse dimension, of a float dtype. None: zero, of the
         shape, dtype and layout of `like`. name: identifies the tensor where several use one reducer; key of its error
-        feedback. All ranks must pass the same layout. Waits for the result.
+        feedback. Waits for the result. UsageError, on all ranks, where they first use a name for gradients of other
+        shapes, dtypes or layouts.
         """
         if gradient is None:
             if like is None:
@@ -83,6 +86,7 @@ class S2Reducer:
             gradient = torch.zeros_like(like, requires_grad=False).detach()
         memory = self._named.get(name)
         if memory is None:
+            self._require_alike(name, gradient)
             memory = self._named[name] = self._new_memory(name)
         steps, exchange = self.begin(gradient.detach(), memory)
         for _ in range(2):
@@ -91,6 +95,13 @@ class S2Reducer:
         if gradient.device.type != "cpu":
             torch.accelerator.current_stream(gradient.device).synchronize()
         return mean
+
+    def _require_alike(self, name: str, gradient: Tensor) -> None:
+        if self.wire.world > 1:
+            form = ("shape of the gradient", gradient.shape, "type of the gradient", gradient.dtype,
+                    "layout of the gradient", str(gradient.layout))  # fmt: skip
+            group, caller = group_name(self.wire.group), f"S2Reducer.all_reduce({name!r})"
+            agreed_group(group, caller, None, gradient.device.type, about=form)
 
     def prepare(self, device: torch.device) -> None:
         """Measure the costs for "auto", once. Collective; no other collective may be pending."""

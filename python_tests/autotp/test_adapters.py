@@ -57,7 +57,7 @@ def check(targets, folder, after=False):
     dist.barrier()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "after"),
     [

@@ -81,6 +81,7 @@ def losses(backend: str | None) -> tuple[str, list[torch.Tensor]]:
     return used, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.slow
 def test_a_model_over_shared_memory_has_the_gradients_of_gloo(two_ranks):
     """Two numbers have one sum, in either order."""
     for (name, ours), (other, theirs) in zip(

@@ -149,7 +149,7 @@ def one_step(options, how):
     return float(expected.detach()), float(found), apart, str(next(model.parameters()).dtype)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "how"),
     [({}, "none"), ({}, "plan"), ({}, "device"), ({"zero": True}, "none"), ({"fsdp": True}, "none"),

@@ -28,7 +28,7 @@ def test_ranks_take_the_heads_of_their_queries():
     assert (copies_of(Copied((4,), 2)), copies_of((4,))) == (2, 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "changes"),
     [

@@ -107,9 +107,10 @@ def test_parts_of_hybrids_that_stay_whole_are_told_of(two_ranks, name, dtype, cl
         assert not any("self_attn" in text or "feed_forward" in text for text in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "layers"),
-    [("llama", (1, 1, 2), 1), pytest.param("jamba", (2, 1, 1), 2, marks=pytest.mark.slow)],
+    [("llama", (1, 1, 2), 1), ("jamba", (2, 1, 1), 2)],
 )
 def test_training_in_whole_steps(two_ranks, name, shape, layers):
     assert apart(two_ranks.run(trained_in_stages, name, shape, {}, layers, 2, torch.float32)) <= 1e-5

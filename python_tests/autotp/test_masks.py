@@ -89,7 +89,7 @@ def dropped(options, keys):
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [2, 1])  # of one, attention is whole in front of a sum
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"schedule": "layers"}])
 def test_masks_of_what_is_whole_are_the_same_on_all_ranks(two_ranks, options, keys):

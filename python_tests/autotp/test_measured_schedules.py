@@ -18,12 +18,13 @@ def in_stages(path, shape, options):
         return trained_in_stages("llama", shape, {"schedule": "auto", **options}, steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
         ((2, 1, 2), {}),
-        pytest.param((1, 2, 2), {"fsdp": True}, marks=pytest.mark.slow),
-        pytest.param((2, 1, 2), {"pipeline": "zb_h1"}, marks=pytest.mark.slow),
+        ((1, 2, 2), {"fsdp": True}),
+        ((2, 1, 2), {"pipeline": "zb_h1"}),
     ],
 )
 def test_stages_and_replicas_train_as_one_process(four_ranks, tmp_path, shape, options):

@@ -70,6 +70,7 @@ def hidden_states():
     return apart
 
 
+@pytest.mark.slow
 def test_hidden_states_of_layers_that_run_by_themselves(two_ranks):
     assert max(two_ranks.run(hidden_states)) < 1e-5
 
@@ -247,6 +248,7 @@ def of_one_key_head():
     return float((losses[0] - losses[1]).abs()), gradients_apart(model, parallel)
 
 
+@pytest.mark.slow
 def test_one_key_head_that_all_queries_share(two_ranks):
     for loss, (gradients, name) in two_ranks.run(of_one_key_head):
         assert loss < 1e-5

@@ -105,13 +105,10 @@ def plans(name):
     return report.plan_agrees, report.plan_differs, str(report)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "entries"),
-    [
-        *(("llama", 9), ("gemma3", 11), ("gpt2", 0)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3", 11), ("mistral", 9))),
-    ],
+    [("llama", 9), ("gemma3", 11), ("gpt2", 0), ("qwen3", 11), ("mistral", 9)],
 )
 def test_transformers_own_plan_agrees(two_ranks, name, entries):
     for agree, differ, text in two_ranks.run(plans, name):

@@ -91,7 +91,7 @@ def test_sharded_state_takes_the_steps_of_one_process(four_ranks, name):
         assert mine == pytest.approx(both / 2, rel=0.1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [True, False])
 def test_masters_keep_bfloat16_near_float32(four_ranks, zero):
     results = four_ranks.run(in_replicas, "adamw", {"zero": zero, "master_weights": True}, torch.bfloat16)
@@ -131,7 +131,7 @@ def with_needs(zero, dtype):
     return found, sum(master is not None for master in masters) / len(masters), {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "dtype"), [(True, None), (True, torch.bfloat16), (False, torch.bfloat16)])
 def test_the_model_tells_its_optimizer(four_ranks, zero, dtype):
     results = four_ranks.run(with_needs, zero, dtype)

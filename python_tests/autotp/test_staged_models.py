@@ -34,26 +34,26 @@ def test_two_stages_train_as_one_process(two_ranks, name):
     assert all(0.2 < held < 0.8 for _, held, _ in found)  # each rank has its stage, and tied tables
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
         ("llama", (2, 1, 2), {"recompute": "full", "pipeline": "shifted_critical_path", "micro_batches": 4}),
-        pytest.param("gpt2", (2, 2, 1), {"pipeline": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param("t5", (2, 1, 2), {"pipeline": "zb_h1"}, marks=pytest.mark.slow),
+        ("gpt2", (2, 2, 1), {"pipeline": "gpipe"}),
+        ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
         ("qwen3", (1, 2, 2), {}),
-        pytest.param("phi", (4, 1, 1), {"micro_batches": 4}, marks=pytest.mark.slow),
-        pytest.param("phi", (2, 1, 2), {"compile": "aot_eager"}, marks=pytest.mark.slow),
-        pytest.param("llama", (2, 1, 2), {"pipeline": "interleaved"}, marks=pytest.mark.slow),
+        ("phi", (4, 1, 1), {"micro_batches": 4}),
+        ("phi", (2, 1, 2), {"compile": "aot_eager"}),
+        ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
         ("llama", (2, 1, 2), {"pipeline": "zb_v", "recompute": "full", "micro_batches": 4}),
-        pytest.param("gpt2", (2, 2, 1), {"pipeline": "zb_v"}, marks=pytest.mark.slow),
+        ("gpt2", (2, 2, 1), {"pipeline": "zb_v"}),
         ("gpt2", (2, 2, 1), {"pipeline": "zb_v", "fsdp": True}),
         ("gpt2", (2, 2, 1), {"fsdp": True}),
-        pytest.param("t5", (1, 2, 2), {"fsdp": True}, marks=pytest.mark.slow),
-        pytest.param("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param("llama", (2, 2, 1), {"fsdp": True, "pipeline": "interleaved"}, marks=pytest.mark.slow),
-        pytest.param("gpt2", (1, 2, 2), {"zero": True}, marks=pytest.mark.slow),
-        pytest.param("t5", (2, 2, 1), {"zero": True, "pipeline": "zb_h1"}, marks=pytest.mark.slow),
+        ("t5", (1, 2, 2), {"fsdp": True}),
+        ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),
+        ("llama", (2, 2, 1), {"fsdp": True, "pipeline": "interleaved"}),
+        ("gpt2", (1, 2, 2), {"zero": True}),
+        ("t5", (2, 2, 1), {"zero": True, "pipeline": "zb_h1"}),
     ],
 )
 def test_all_dimensions_train_as_one_process(four_ranks, name, shape, options):
@@ -149,7 +149,7 @@ def planned(pipeline, *stages, along=False):
     return Plan(shape, 4, 2, 8, 4 if len(stages) > 1 else 2, made, pipeline=pipeline)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "runs"),
     [

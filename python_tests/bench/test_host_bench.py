@@ -14,7 +14,7 @@ CASES = [("oases", "none"), ("cross_pass", "full"), ("sync", "none")]
 SLOW = [pytest.param(*case, "gpt,llama", "2,3", marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "recompute", "models", "layers"),
     [("oases", "none", "gpt", "2,3"), ("cross_pass", "full", "gpt,llama", "2"), ("sync", "none", "gpt", "3"), *SLOW],

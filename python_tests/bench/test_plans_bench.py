@@ -38,7 +38,7 @@ def config(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("flops", [0.0, 1e10])
 def test_a_cell_has_its_row(two_ranks, config, flops):
     result = two_ranks.run(run_plans_bench, replace(config, flops=flops), Ranks(2), False)[0]

@@ -157,6 +157,7 @@ def refusal(config):
         run(config)
 
 
+@pytest.mark.slow
 def test_models_of_two_lists_are_refused(tmp_path):
     t5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 90}
     run_ranks(refusal, (config_of(tmp_path, t5),), TWO_AS_ONE)

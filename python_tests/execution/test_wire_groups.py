@@ -46,6 +46,20 @@ def test_cpu_backends_carry_codes(own_ranks, name):
     own_ranks.run(check_backend, name)
 
 
+def check_debugged(name):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        check_sum(dist.new_group(backend=name))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.parametrize("name", ["gloo", "staged"])
+def test_groups_whose_collectives_torch_compares(own_ranks, name):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL asks backends how many collectives they have started."""
+    own_ranks.run(check_debugged, name)
+
+
 def test_a_group_without_a_named_backend(script_ranks, tmp_path):
     script = tmp_path / "unnamed.py"
     script.write_text(

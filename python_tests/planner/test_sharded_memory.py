@@ -106,12 +106,13 @@ def new_ranks():
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
-        pytest.param("zero", "bfloat16", marks=pytest.mark.slow),
+        ("zero", "bfloat16"),
         ("fsdp", "bfloat16"),
-        pytest.param("fsdp", "float32", marks=pytest.mark.slow),
+        ("fsdp", "float32"),
     ],
 )
 def test_replicas_hold_what_a_plan_predicts(new_ranks, way, dtype):

@@ -48,6 +48,7 @@ def test_every_panel_has_every_series():
     assert "tp 4 x dp 1 (sync" in degree.points["sync"][2].plan
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_gap():
     panels = sweep(problem(space=replace(SMALL, recompute=False), budget=20 * 2**20))
     assert panels[1].points["oases"][0].step_seconds is None

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import oases
+from oases.errors import UsageError
 from oases.sparse.costs import Costs, Task
 from oases.sparse.reducer import S2Reducer
 from oases.sparse.wire import Wire
@@ -123,6 +124,27 @@ def rename():
 
 def test_two_tensors_of_one_name_are_refused(two_ranks):
     two_ranks.run(rename)
+
+
+def of_other_sizes():
+    reducer, rank = S2Reducer(mode="packed"), dist.get_rank()
+    found = []
+    rows = torch.ones(8, 2)
+    for name, gradient in (("table", torch.ones(8 + rank, 2)), ("rows", rows.to_sparse(1) if rank else rows)):
+        try:  # not by pytest.raises, whose frames would keep the reducer for the reports of other tests
+            reducer.all_reduce(gradient, name=name)
+        except UsageError as error:
+            found.append(str(error))
+    assert torch.equal(reducer.all_reduce(torch.ones(8, 2)), torch.ones(8, 2)), "the ranks go on"
+    return found
+
+
+def test_gradients_of_other_sizes_are_refused_on_all_ranks(two_ranks):
+    for sizes, layouts in two_ranks.run(of_other_sizes):
+        assert "S2Reducer.all_reduce('table')" in sizes
+        assert "shape of the gradient" in sizes
+        assert all(size in sizes for size in ("[8, 2]", "[9, 2]"))
+        assert "layout of the gradient" in layouts
 
 
 def chosen(costs, cells, few=10):

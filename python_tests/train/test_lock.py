@@ -68,7 +68,7 @@ def without_locks(monkeypatch):
     monkeypatch.setattr(lock.fcntl, "lockf", lockf)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["locks", "no locks"])
 def test_another_run_is_named_until_it_ends(tmp_path, other, monkeypatch, kind):
     if kind == "no locks":

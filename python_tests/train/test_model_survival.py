@@ -80,14 +80,12 @@ def check(ranks, folder, kinds, seed, steps, degrees):
     assert left == {f"step-{steps - 2:06d}", f"step-{steps:06d}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "kinds", "degrees"),
     [
         ("two_ranks", ("step", "checkpoint"), [(1, 1, 2), (1, 2, 1), (1, 1, 1)]),
-        pytest.param(
-            "four_ranks", ("step", "checkpoint", "start", "checkpoint") * 5, [(2, 1, 2), (1, 2, 2), (1, 1, 1)],
-            marks=pytest.mark.slow,
-        ),
+        ("four_ranks", ("step", "checkpoint", "start", "checkpoint") * 5, [(2, 1, 2), (1, 2, 2), (1, 1, 1)]),
     ],
 )  # fmt: skip
 def test_killed_runs_go_on_equal_to_the_bit(request, tmp_path, pool, kinds, degrees):

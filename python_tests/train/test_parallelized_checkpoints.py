@@ -48,12 +48,12 @@ LEGS = {
 """Degrees over two ranks, and options of a session."""
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param("gpt2", "tp", marks=pytest.mark.slow),
-        pytest.param("gpt2", "pp", marks=pytest.mark.slow),
+        ("gpt2", "tp"),
+        ("gpt2", "pp"),
         ("llama", "zero"),
         ("gpt2", "fsdp"),
     ],

@@ -79,6 +79,7 @@ def alone(corpus):
     return [trainer.step() for _ in range(STEPS * len(LEGS))]
 
 
+@pytest.mark.slow
 def test_any_cut_goes_on_from_any_other(four_ranks, corpus, alone, tmp_path):
     resumed, losses = None, []
     for name, plan in LEGS.items():

@@ -109,7 +109,7 @@ def measured_losses(data, path, changes):
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "calls"),
     [
