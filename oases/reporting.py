@@ -60,7 +60,7 @@ def sections_of(ranks: tuple[int, ...] | None) -> list[Section]:
 WHOLE_BATCH = ", whole batch"
 """Suffix of a stack's label for batches too small for its sub-batches, which run whole."""
 _OP = re.compile(
-    r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*)"
+    r"(?P<kind>F|C|D|E|R|RC|BC|BF|BE|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*)"
     rf"(?P<whole>{WHOLE_BATCH})?, (layer (?P<layer>\d+), )?"
 )
 
@@ -204,7 +204,7 @@ class _Place(NamedTuple):
 
 
 _PASSES = ("forward", "recompute", "backward")
-_PASS_OF = {"F": 0, "C": 0, "R": 1, "RC": 1, "B": 2, "BC": 2}
+_PASS_OF = {"F": 0, "C": 0, "D": 0, "E": 0, "R": 1, "RC": 1, "B": 2, "BC": 2, "BF": 2, "BE": 2}
 
 
 @functools.lru_cache(maxsize=1 << 16)

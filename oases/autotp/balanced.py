@@ -11,7 +11,8 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +31,16 @@ from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
+    AllToAll,
+    DispatchPlan,
     ExpertCounts,
     RoutingError,
     combined,
-    dispatch,
     dispatch_plan,
     exchange_counts,
-    start_combine,
+    grouped,
+    permuted,
+    ungrouped,
 )
 from oases.moe.experts import ExpertWeights
 from oases.moe.placement_data import Placement
@@ -94,50 +98,21 @@ class BalancedExperts:
 
         given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
         """
-        group, tensor = group_of(self.groups.expert), group_of(self.tensor)
-        with fail_together(_monitor(group, x), self.name, unanimous=(RoutingError,)):
-            first, last = shard_bounds(len(x), tensor)
-            y = self._results(x[first:last], index[first:last], weights[first:last], given, group)
-        return F.pad(y, (0, 0, first, len(x) - last)).to(x.dtype)
+        with self.together(x):
+            tokens = TokenExchange(self)
+            rows, *others = tokens.route(x, index, weights, given)
+            pending = tokens.dispatch.send(rows)
+            tokens.sent()
+            made = tokens.compute(tokens.dispatch.receive(pending), given, *others)
+            back = tokens.combine.receive(tokens.combine.send(made))
+            return tokens.gather(back, *others)
 
-    def _results(
-        self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor], group: ProcessGroup | None
-    ) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        scale = self.groups.scale
-        experts = self.mlp.weights([(each if scale == 1 else _Scaled.apply(each, scale)).to(dtype) for each in given])
-        learns = self.module.training and not is_recomputation()
-        if learns:
-            self._begin(experts, len(x) * index.shape[1], x.shape[1], group)
-        counts = histogram(index, self.number, check=False)
-        faulty = ((index < 0) | (index >= self.number)).any()
-        routing = Routing(index, weights, counts, counts, None, None, None, faulty)
-        setting = self.placing.setting(None)
-        state = self.placing.state([setting], training=self.module.training)
-        demand = exchange_counts([routing], group, state=state, label=self.name)
-        plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
-        transfer = pending = None
-        if setting.placement.moved:
-            assert group is not None, "one device has no replicas"
-            transfer = Transfer(experts, setting.placement, group, self.name)
-            pending = transfer.send(experts)
-        dispatched = dispatch(x.to(dtype), routing, plan, group, self.name, self.wire)
-        if learns:
-            self._observe(demand)
-        rows = dispatched.wait()
-        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
-        if transfer is None or pending is None:
-            made = self.mlp.run(rows, own, experts)
-        else:
-            at_home, copied = rows.split([sum(own), sum(others)])
-            done = self.mlp.run(at_home, own, experts)
-            copies, number = transfer.receive(pending)
-            made = tie(torch.cat([done, self.mlp.run(copied, others, copies)]), number)
-        exchange, coming = start_combine(made, plan, group, self.name, self.wire)
-        return combined(exchange.receive(coming), dispatched.source, routing)
+    def together(self, x: Tensor) -> AbstractContextManager[None]:
+        """Context in which an exception is raised on every rank of the experts' group."""
+        return fail_together(_monitor(group_of(self.groups.expert), x), self.name, unanimous=(RoutingError,))
 
-    def _begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
+    def begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
+        """Begin a training call: measure costs for the placement, at the first one of these sizes."""
         placing = self.placing
         if placing.needs_costs and group is not None:
             sizes = (self.mlp, *((each.shape, each.dtype) for each in experts.given))
@@ -149,9 +124,87 @@ class BalancedExperts:
         placing.begin(None, None)
         placing.number += 1
 
-    def _observe(self, demand: ExpertCounts) -> None:
+    def observe(self, demand: ExpertCounts) -> None:
+        """Plan the next call's placement by the loads of this one."""
         self.counts = demand.counts
         self.placing.observe(demand.counts)
+
+
+class TokenExchange:
+    """One call of balanced experts: `route`, an all-to-all, `compute`, an all-to-all, `gather`.
+
+    order: hash of the schedule whose ops these are, which the ranks compare before the first all-to-all.
+    """
+
+    dispatch: AllToAll
+    combine: AllToAll
+    _plan: DispatchPlan
+    _routing: Routing
+    _source: Tensor
+
+    def __init__(self, state: BalancedExperts, order: int = 0) -> None:
+        self.state, self._group, self._order = state, group_of(state.groups.expert), order
+        self._learned: ExpertCounts | None = None
+        self._transfer: Transfer | None = None
+
+    def route(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Rows to send of this rank's share of the tokens, and what the other steps take."""
+        state, group = self.state, self._group
+        kind, self._tokens, self._result = x.device.type, len(x), x.dtype
+        first, last = self._bounds = shard_bounds(len(x), group_of(state.tensor))
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
+        experts = self._experts(given)
+        learns = state.module.training and not is_recomputation()
+        if learns:
+            state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
+        counts = histogram(index, state.number, check=False)
+        faulty = ((index < 0) | (index >= state.number)).any()
+        routing = Routing(index, weights, counts, counts, None, None, None, faulty)
+        setting = state.placing.setting(None)
+        digest = state.placing.state([setting], training=state.module.training, order=self._order)
+        demand = exchange_counts([routing], group, state=digest, label=state.name)
+        plan = self._plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
+        pending = []
+        if setting.placement.moved:
+            assert group is not None, "one device has no replicas"
+            self._transfer = Transfer(experts, setting.placement, group, state.name)
+            pending = [self._transfer.send(experts)]
+        rows, self._source = permuted(x, routing, plan)
+        self._routing = replace(routing, weights=weights.detach())
+        self._learned = demand if learns else None
+        self.dispatch = AllToAll(group, plan.sent, plan.received, f"dispatch of {state.name}", state.wire)
+        self.combine = AllToAll(group, plan.received, plan.sent, f"combine of {state.name}", state.wire)
+        return rows, weights, *pending
+
+    def sent(self) -> None:
+        """While the rows travel: plan the next call's placement."""
+        if self._learned is not None:
+            self.state.observe(self._learned)
+            self._learned = None
+
+    def compute(self, rows: Tensor, given: list[Tensor], weights: Tensor, *pending: Tensor) -> Tensor:
+        """Rows to send back, of those that came."""
+        plan, mlp, experts = self._plan, self.state.mlp, self._experts(given)
+        rows = grouped(rows, plan)
+        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
+        if self._transfer is None:
+            return ungrouped(mlp.run(rows, own, experts), plan)
+        at_home, copied = rows.split([sum(own), sum(others)])
+        done = mlp.run(at_home, own, experts)
+        copies, number = self._transfer.receive(*pending)
+        return ungrouped(tie(torch.cat([done, mlp.run(copied, others, copies)]), number), plan)
+
+    def gather(self, rows: Tensor, weights: Tensor, *pending: Tensor) -> Tensor:
+        """Partial sum of all tokens, of the results that came back: zeros for the other ranks' shares."""
+        y = combined(rows, self._source, replace(self._routing, weights=weights))
+        first, last = self._bounds
+        return F.pad(y, (0, 0, first, self._tokens - last)).to(self._result)
+
+    def _experts(self, given: list[Tensor]) -> ExpertWeights:
+        scale = self.state.groups.scale
+        scaled = (each if scale == 1 else _Scaled.apply(each, scale) for each in given)
+        return self.state.mlp.weights([each.to(self._dtype) for each in scaled])
 
 
 class _Scaled(torch.autograd.Function):

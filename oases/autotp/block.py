@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.balanced import state_of
+from oases.autotp.balanced import BalancedExperts, TokenExchange, state_of
 from oases.autotp.program import Program, mangled
 from oases.execution.group import HoldsGroup, ProcessGroup
+from oases.moe.dispatch import AllToAll
 from oases.parallel.sharding import Cut
 
 Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 """(activation of a sub-batch, the call's other leaves for it) -> program."""
+
+
+Known = tuple[Program, "dict[str, Any]"]
+"""Program of a sub-batch's shape, and its values that are the same in all blocks and sub-batches."""
 
 
 class LayerCall:
@@ -32,7 +37,7 @@ class LayerCall:
         self.programs = programs
         self.parts = parts
         self.of_tokens = None if by_tokens is None else (by_tokens, dict[str, Any]())
-        self._known: dict[torch.Size, tuple[Program, dict[str, Any]]] = {}
+        self._known: dict[torch.Size, Known] = {}
 
     def whole(self, part: Tensor) -> torch.Size:
         """Shape of an activation of which this rank has a part of the sequence."""
@@ -47,12 +52,22 @@ class LayerCall:
 
         whole: shape of the sub-batch's activation where `x` is this rank's part of it.
         """
+        return self.read(self.known(x, rest, whole), block, name, (x, *given), rest)
+
+    def known(self, x: Tensor, rest: tuple[Any, ...], whole: torch.Size | None = None) -> Known:
+        """Program and fixed values of sub-batches like `x`, for `read`."""
         shape = x.shape if whole is None else whole
         known = self.of_tokens or self._known.get(shape)
         if known is None:
             if whole is not None:  # shape and type alone are read: no memory for the rest
                 x_whole = x.detach().new_empty(()).expand(whole)
             known = self._known[shape] = (self.programs(x if whole is None else x_whole, rest), {})
+        return known
+
+    def read(
+        self, known: Known, block: GraphBlock, name: str, given: tuple[Tensor, ...], rest: tuple[Any, ...]
+    ) -> Any:
+        """Run a graph of a block on the tensors that it is given; see `run`."""
         program, fixed = known
         piece, sources = program.reading(block.number, name)
         parameters = block._parameters
@@ -64,9 +79,9 @@ class LayerCall:
                 read.append(parameters[parameter])
             else:
                 if source not in fixed:
-                    fixed[source] = value_of(source, program, self.layer, {}, x.device)
+                    fixed[source] = value_of(source, program, self.layer, {}, given[0].device)
                 read.append(fixed[source])
-        return piece.run(x, *given, *read)
+        return piece.run(*given, *read)
 
 
 def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, Any], device: torch.device) -> Any:
@@ -86,7 +101,8 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
 class GraphBlock(HoldsGroup, nn.Module):
     """Block `number` of a layer. Its parameters are those of the layer that its graphs read.
 
-    balanced: paths of modules with experts of groups of their own.
+    balanced: paths of modules with experts of groups of their own. sends_tokens: whether the stack's schedule may run
+    it in three pieces, with the all-to-alls of its tokens between them.
     """
 
     def __init__(
@@ -97,9 +113,11 @@ class GraphBlock(HoldsGroup, nn.Module):
         cuts: dict[str, Cut],
         group: ProcessGroup | None,
         balanced: Collection[str] = (),
+        *,
+        sends_tokens: bool = False,
     ) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.sends_tokens = number, sends_tokens
         self.process_group = group
         self.token_wise = self.causal = False
         """Whether it relates no tokens, or none to a later one, in the current call, if that may be cut into
@@ -146,3 +164,75 @@ class GraphBlock(HoldsGroup, nn.Module):
     def product(self, h: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Result of `prepare` of the whole sequence -> this rank's partial sum."""
         return call.run(self, "part.product", h, (), rest)
+
+    def exchange(self, order: int, call: LayerCall, *rest: Any) -> BlockExchange:
+        """The experts of a sub-batch, in three pieces. order: hash of the schedule."""
+        return BlockExchange(self, order, call, rest)
+
+
+class BlockExchange:
+    """A sub-batch of a block that sends tokens to experts; see `oases.parallel.exchanges`."""
+
+    dispatch: _Carrier
+    combine: _Carrier
+    _known: Known
+    _tokens: TokenExchange
+
+    def __init__(self, block: GraphBlock, order: int, call: LayerCall, rest: tuple[Any, ...]) -> None:
+        self._block, self._order, self._call, self._rest = block, order, call, rest
+
+    def route(self, h: Tensor) -> tuple[Tensor, ...]:
+        """Block's input [batch, ...] -> rows to send, and what the other pieces take."""
+        self._known = self._call.known(h, self._rest)
+        x, index, weights = self._read("experts.before", h)
+        state, *given = self._read("experts.given", h)
+        self._tokens = tokens = TokenExchange(state, self._order)
+        with state.together(x):
+            found = tokens.route(x, index, weights, given)
+        self.dispatch = _Carrier(tokens.dispatch, state, tokens.sent)
+        self.combine = _Carrier(tokens.combine, state)
+        return found
+
+    def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
+        """Received rows -> rows to send back."""
+        state, *given = self._read("experts.given", rows)
+        with state.together(rows):
+            return self._tokens.compute(rows, given, *others)
+
+    def gather(self, h: Tensor, rows: Tensor, *others: Tensor) -> Tensor:
+        """Block's input, and rows that came back -> this rank's partial sum."""
+        found: Tensor = self._read("experts.after", h, self._tokens.gather(rows, *others))
+        return found
+
+    def _read(self, name: str, *given: Tensor) -> Any:
+        return self._call.read(self._known, self._block, name, given, self._rest)
+
+
+class _Carrier:
+    """All-to-all of one direction, whose failure is raised on every rank of the experts' group.
+
+    meanwhile: called once what the forward pass sends is under way.
+    """
+
+    def __init__(
+        self, exchange: AllToAll, state: BalancedExperts, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        self._exchange, self._state, self._meanwhile = exchange, state, meanwhile
+        self._rows: Tensor | None = None
+
+    def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
+        """Start to send rows, or gradients back."""
+        with self._state.together(rows):
+            self._rows = rows  # the group's device, for `end`; the rows themselves where there is no other rank
+            if self._exchange.travels:
+                self._rows = rows[:0]
+                self._exchange.start(rows, back=back, label=label)
+            if self._meanwhile is not None and not back:
+                self._meanwhile()
+
+    def end(self) -> Tensor:
+        """Wait for what was sent to this rank."""
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        with self._state.together(rows):
+            return self._exchange.finish() if self._exchange.travels else rows

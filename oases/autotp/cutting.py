@@ -162,20 +162,24 @@ def _is_size(node: fx.Node) -> bool:
 
 def piece_between(
     graph: fx.Graph, x: fx.Node, given: list[fx.Node], targets: list[Any], length: Any = None,
-    calls: Mapping[fx.Node, tuple[Callable[..., Tensor], tuple[Any, ...]]] | None = None,
+    calls: Mapping[fx.Node, tuple[Callable[..., Tensor], tuple[Any, ...]]] | None = None, *, apart: bool = False,
 ) -> Piece:  # fmt: skip
     """Graph from an activation, and the sums after it where it is followed by them, to the targets.
 
     x: the layer's activation. Several sums arrive, and several targets leave, concatenated in their last dimension.
     length: expression that is read as the length of the activation's dimension 1 wherever it is read; None to read
-    each length where the layer does. calls: functions and arguments to call in place of nodes'.
+    each length where the layer does. calls: functions and arguments to call in place of nodes'. apart: return the
+    targets as a tuple.
     """
     joined = given[1:] if len(given) > 2 else []
     made, values = _copied(graph, x, targets, given, joined=joined, length=length)
     for node, (function, arguments) in (calls or {}).items():
         values[node].target, values[node].args = function, fx.map_arg(arguments, values.__getitem__)
     found = [values[each] for each in targets]
-    made.output(found[0] if len(found) == 1 else made.call_function(torch.cat, (found, -1)))
+    if apart:
+        made.output(tuple(found))
+    else:
+        made.output(found[0] if len(found) == 1 else made.call_function(torch.cat, (found, -1)))
     if calls:
         made.eliminate_dead_code()
     return _piece(made, min(len(given), 2))

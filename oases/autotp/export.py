@@ -71,6 +71,31 @@ def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], py
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
+@dataclass(frozen=True)
+class CallSignature:
+    """Properties of a call, besides shapes, that determine its graph: tree, constants, types, training modes."""
+
+    tree: str
+    constants: tuple[str, ...]
+    types: tuple[str, ...]
+    modes: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
+        """Signature of a call from its leaves. UnsplittableError for a leaf that is neither a tensor nor a plain
+        value.
+        """
+        for leaf in found:
+            if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
+                raise UnsplittableError(f"an argument of type {type(leaf).__name__} was passed")
+        return cls(
+            str(tree),
+            tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
+            tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
+            modes,
+        )
+
+
 def shape_of(value: Any) -> tuple[int, ...]:
     """Shape of a graph node; a dynamic dimension has its traced length."""
     return tuple(length if isinstance(length, int) else length.node.hint for length in value.meta["val"].shape)

@@ -23,6 +23,7 @@ from oases.autotp.pipeline.building import (
     divide_model,
     pipeline_options,
     planned_dtype,
+    planned_experts,
     segments_of,
 )
 from oases.autotp.pipeline.training import PipelineTraining
@@ -83,9 +84,10 @@ def parallelize(
     model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
     DeviceMesh (of several dimensions the one named "tp"; over "dp" the model averages its gradients in each backward
     pass but those in `model.no_sync()`), a process group, or None for the default group. plan: from `oases.plan`;
-    sets schedule, recomputation and dtype; one of stages, micro-batches, FSDP or, without a mesh that averages over
-    "dp", replicas has `train_step`, too. schedule: as in OverlappedStack; "layers" overlaps communication inside each
-    layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the model.
+    sets schedule, recomputation, experts and dtype; one of stages, micro-batches, FSDP or, without a mesh that
+    averages over "dp", replicas has `train_step`, too. schedule: as in OverlappedStack; "layers" overlaps
+    communication inside each layer alone, and keeps the results of single layers readable. spec: what cannot be
+    inferred from the model.
     weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
     `load_weights`) to `device`; None: the mesh's device, or the CPU. Without weights this rank's part of the model is
     moved to `device`, where it is given. pipeline, micro_batches: of a mesh with "pp":
@@ -126,6 +128,7 @@ def parallelize(
     mesh = with_backend(mesh, backend)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
+    experts, expert_parallel = planned_experts(plan, experts, expert_parallel)
     dtype = planned_dtype(plan, dtype)
     require_dtype(dtype)
     steps = pipeline_options(

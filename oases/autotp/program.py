@@ -21,6 +21,7 @@ from oases.autotp.cache import NO_CACHE, is_layer_cache
 from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
 from oases.autotp.experts import ExpertMlp, collections
 from oases.autotp.export import (
+    CallSignature,
     Exported,
     UnsplittableError,
     export,
@@ -39,37 +40,18 @@ from oases.autotp.samples import relation_of_samples
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.token_pieces import SubBatchPieces, TokenPieces, sub_batch_pieces, token_pieces
+from oases.autotp.token_pieces import (
+    ExpertPieces,
+    SubBatchPieces,
+    TokenPieces,
+    expert_pieces,
+    sub_batch_pieces,
+    token_pieces,
+)
 from oases.errors import UsageError
 from oases.parallel.sharding import Cut
 
-
-@dataclass(frozen=True)
-class CallSignature:
-    """Properties of a call, besides shapes, that determine its graph: tree, constants, types, training modes."""
-
-    tree: str
-    constants: tuple[str, ...]
-    types: tuple[str, ...]
-    modes: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
-        """Signature of a call from its leaves. UnsplittableError for a leaf that is neither a tensor nor a plain
-        value.
-        """
-        for leaf in found:
-            if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
-                raise UnsplittableError(f"an argument of type {type(leaf).__name__} was passed")
-        return cls(
-            str(tree),
-            tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
-            tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
-            modes,
-        )
-
-
-_Pieces = TypeVar("_Pieces", TokenPieces, SubBatchPieces)
+_Pieces = TypeVar("_Pieces", TokenPieces, SubBatchPieces, ExpertPieces | None)
 _Length = int | tuple[Any, float, float]
 """Dimension of an input: its length, or (symbol, minimum, maximum)."""
 
@@ -122,6 +104,11 @@ class Program:
         except UnsplittableError:
             return []
 
+    @cached_property
+    def in_pieces(self) -> list[ExpertPieces | None]:
+        """Graphs of the blocks that send tokens to experts; None for others."""
+        return self._pieces_by("experts", expert_pieces)
+
     def _pieces_by(self, kind: str, made_by: Callable[..., _Pieces]) -> list[_Pieces]:
         assert self.blocks is not None
         assert self.activation is not None
@@ -129,7 +116,7 @@ class Program:
         (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == name)
         made = [made_by(graph, x, each.begin, each.sums, each.end) for each in self.blocks]
         for number, pieces in enumerate(made):  # now: a compiled block would be compiled anew for each entry
-            for name, piece in vars(pieces).items():
+            for name, piece in ({} if pieces is None else vars(pieces)).items():
                 if isinstance(piece, Piece):
                     self._readings[number, f"{kind}.{name}"] = self._with_sources(piece)
         return made
@@ -146,6 +133,8 @@ class Program:
                 _ = self.tokens
             elif name.startswith("tokens."):
                 _ = self.sub_batches_of_tokens
+            elif name.startswith("experts."):
+                _ = self.in_pieces
             else:
                 self._readings[number, name] = self._with_sources(getattr(self.blocks[number], name))
         return self._readings[number, name]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from oases.autotp.block import GraphBlock, LayerCall, value_of
 from oases.autotp.cache import cache_in
 from oases.autotp.cutting import Piece
-from oases.autotp.export import UnsplittableError, leaves
-from oases.autotp.program import CallSignature, LayerSignature, Program
+from oases.autotp.export import CallSignature, UnsplittableError, leaves
+from oases.autotp.program import LayerSignature, Program
 from oases.autotp.splitter import ABSENT
 from oases.autotp.standalone import StandaloneForward
 from oases.errors import UsageError
@@ -164,7 +164,10 @@ class Runner:
                 reads = [*pieces.partial.reads, *pieces.combine.reads]
                 names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
                 cuts = dict(layer.signature.cuts)
-                blocks.append(GraphBlock(layer.module, number, names, cuts, group, layer.signature.balanced))
+                apart = bool(layer.signature.balanced) and program.in_pieces[number] is not None
+                blocks.append(
+                    GraphBlock(layer.module, number, names, cuts, group, layer.signature.balanced, sends_tokens=apart)
+                )
                 self.layer_of.append(index)
         self._asked = (options.get("schedule", AUTO), options.get("sub_batches"))
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from oases.autotp.block import value_of
 from oases.autotp.cache import CacheSlot, cache_in
-from oases.autotp.export import leaves
+from oases.autotp.export import CallSignature, leaves
 from oases.autotp.module_snapshot import ModuleSnapshot
-from oases.autotp.program import CallSignature, LayerSignature
+from oases.autotp.program import LayerSignature
 
 
 class StandaloneForward:

@@ -1,5 +1,6 @@
-"""Graphs of a block for parts of the sequence: a rank's, under sequence parallelism, or sub-batches of tokens.
+"""Graphs of a block in other pieces: for parts of the sequence, and around its experts.
 
+Parts of the sequence are a rank's, under sequence parallelism, or sub-batches of tokens.
 Under sequence parallelism a block becomes three graphs: `prepare` (its norm) and `combine` (bias, dropout, residual)
 run on the part, `product` on the gathered sequence. For sub-batches of tokens it becomes two: `combine`, and
 `partial`, which runs on the part if it can (`oases.autotp.tokens` tells) and else on all tokens.
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from oases.autotp.balanced import balanced_experts
 from oases.autotp.cutting import Piece, ancestors, is_random, piece_between
 from oases.autotp.export import UnsplittableError
 from oases.autotp.lowering import block_linear
@@ -133,3 +135,36 @@ def _border(graph: fx.Graph, x: fx.Node, begin: fx.Node, targets: list[Any], tok
         except UnsplittableError:
             continue
     return begin
+
+
+@dataclass(frozen=True)
+class ExpertPieces:
+    """The graphs of a block in three pieces.
+
+    before: the block's input -> tokens, their experts and weights. given: any tensor -> the state of the experts and
+    their weights on this rank. after: the block's input and the experts' result -> partial sum.
+    """
+
+    before: Piece
+    given: Piece
+    after: Piece
+
+
+def expert_pieces(
+    graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], end: fx.Node
+) -> ExpertPieces | None:
+    """Pieces of a block, by the arguments of BlockPieces; None unless it sends tokens to experts once."""
+    targets = [node.args[0] for node in sums]
+    found = [node for node in ancestors(targets, {begin}) if node.target is balanced_experts]
+    if len(found) != 1:
+        return None
+    (node,) = found
+    state, *tokens = node.args[:4]
+    own = [state, *node.args[4:]]
+    if begin in ancestors(own, set()):
+        return None
+    return ExpertPieces(
+        piece_between(graph, x, [begin], tokens, apart=True),
+        piece_between(graph, x, [begin], own, apart=True),
+        piece_between(graph, x, [begin, node], targets),
+    )

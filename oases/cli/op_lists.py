@@ -27,7 +27,7 @@ from oases.simulator.quantities import seconds_text
 COSTS: dict[Unit, dict[str, float]] = {
     "block": {
         "F": 10.0, "C": 1.0, "R": 10.0, "BC": 1.0, "B": 10.0, "W": 10.0, "all_reduce": 10.0, "reduce_scatter": 5.0,
-        "all_gather": 5.0,
+        "all_gather": 5.0, "all_to_all": 5.0,
     },
     "experts": {"N": 10.0, "E": 10.0, "P": 1.0, "all_to_all": 5.0, "share": 5.0, "join": 5.0},
     "stage": {"F": 10.0, "R": 10.0, "B": 20.0, "send": 1.0},
@@ -42,7 +42,7 @@ _READ = (
     "Drag to zoom, hover for names and times."
 )
 _LETTERS: dict[Unit, str] = {
-    "block": "F forward, C combine, R recompute, B backward, W weight gradients, . waits, = on the link",
+    "block": "F forward, C combine, E experts, R recompute, B backward, W weight gradients, . waits, = on the link",
     "experts": "N between experts, E experts, P placement, R recompute, B backward, . waits, = on the link",
     "stage": "F forward, R recompute, B backward, W weight gradients, . waits",
 }

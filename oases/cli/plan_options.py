@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from oases.errors import UsageError
@@ -83,6 +84,11 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire", type=_parsed(names), metavar="NAME,NAME",
         help=f"dtypes of tensor-parallel sums to search: {', '.join(WIRES)} (default: none, the model's own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expert-parallel", type=_parsed(partial(counts, least=0)), metavar="N,N",
+        help="ranks to divide a traced model's experts over, and to send tokens to; 0 = the tensor-parallel ranks, "
+        "whose results are summed (default: 0 and powers of two)",
     )  # fmt: skip
     parser.add_argument(
         "--allow-lossy", action="store_true",
@@ -187,11 +193,12 @@ def parse_bytes(text: str) -> int:
     return found
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated positive integers; sorted, without duplicates."""
+def counts(text: str, least: int = 1) -> tuple[int, ...]:
+    """Parse comma-separated integers of at least `least`; sorted, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part[:9]) > 0 and len(part) < 9 for part in parts):
-        raise UsageError(f"{text!r} is not a list of positive integers, such as 1,2,4")
+    if not all(part.isdecimal() and int(part[:9]) >= least and len(part) < 9 for part in parts):
+        kind = "positive integers" if least else "integers of at least 0"
+        raise UsageError(f"{text!r} is not a list of {kind}, such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 

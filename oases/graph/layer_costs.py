@@ -257,9 +257,18 @@ class _Costs:
                 return False
         return bool(self.rows)
 
+    def _routed(self) -> dict[Key, dict[str, int]]:
+        """Bytes of the tokens that experts get, by their share; gate and up read the same ones."""
+        found: dict[Key, dict[str, int]] = {}
+        for name in sorted(self.columns):
+            if experts := self._experts(name):
+                read = next(each for each in self.matmuls[name].inputs if each not in self.reading.weights)
+                found[experts, True] = {"routed": self._bytes(read)}
+        return found
+
     def block(self, name: str, counted: set[int]) -> Block:
         """The block with its costs. counted: identities of parameters that count elsewhere; the block's are added."""
-        shares: dict[Key, dict[str, int]] = {_WHOLE: {}}
+        shares = {_WHOLE: dict[str, int](), **self._routed()}
         combined = ops = 0
 
         def add(key: Key, what: str, number: int) -> None:

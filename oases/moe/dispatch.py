@@ -256,16 +256,17 @@ class AllToAll:
         """Wait for the all-to-all that `send` started: [sum of received, n]."""
         return pending if self._scheduler is None else _Receive.apply(pending, self)
 
-    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
+    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> Tensor:
         """Start to send rows, or gradients back; `finish` waits. Returns zeros of the reverse direction's shape.
 
+        label: in place of the exchange's own.
         The zeros are an expanded scalar: a placeholder for autograd, without memory.
         """
         assert self._scheduler is not None
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         going = rows.detach().to(self._dtype or rows.dtype).contiguous()
         coming = going.new_empty((sum(received), rows.shape[1]))
-        label = f"{self._label}, gradients" if back else self._label
+        label = label or (f"{self._label}, gradients" if back else self._label)
         ticket = self._scheduler.all_to_all(coming, going, sent, received, label, **self._code)
         self._under_way = ticket, coming, rows.dtype
         return rows.new_zeros(()).expand(rows.shape if back else coming.shape)

@@ -125,9 +125,12 @@ class PlacementState:
             self._version = version
         return self._setting
 
-    def state(self, settings: list[RoutingState], *, training: bool) -> int:
-        """Digest of what must be equal on every rank, 62 bits: layer, mode, number of training passes, placements."""
-        digest = hashlib.blake2b(f"{self._layer}\n{training}\n{self.number}".encode(), digest_size=8)
+    def state(self, settings: list[RoutingState], *, training: bool, order: int = 0) -> int:
+        """Digest of what must be equal on every rank, 62 bits: layer, mode, number of training passes, placements.
+
+        order: hash of the schedule that the call is an op of.
+        """
+        digest = hashlib.blake2b(f"{self._layer}\n{training}\n{self.number}\n{order}".encode(), digest_size=8)
         for setting in settings:
             digest.update(repr(setting.placement.copies).encode() + setting.placement.routes.tobytes())
         return int.from_bytes(digest.digest(), "big") >> 2

@@ -23,10 +23,12 @@ from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients,
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.attention import EarlierKeys
 from oases.parallel.batch import CallInputs, SubBatches
+from oases.parallel.exchanges import ExchangeWork
 from oases.parallel.program import BlockProgram
 from oases.parallel.randomness import MethodName, Randomness
 
 _NO_CHANGE = nullcontext()
+_OF_EXPERTS = ("D", "E", "BF", "BE")
 
 
 class BlockWork:
@@ -63,6 +65,7 @@ class BlockWork:
         self._g: dict[Place, Tensor] = {}
         self._grad_y: dict[Place, Tensor] = {}
         self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
+        self._exchanges = ExchangeWork(blocks, program.order, leaves, inputs, differentiable=differentiable)
         # State of the backward pass.
         self._prepare_pieces: dict[Place, Piece] = {}
         self._partial_pieces: dict[Place, Piece] = {}
@@ -79,7 +82,10 @@ class BlockWork:
         """Implementation of each op, by `Step.key`."""
         return {
             "F": self._do_F, "C": self._do_C, "R": self._do_R, "RC": self._do_RC,
-            "BC": self._do_BC, "B": self._do_B, "W": self._do_W,
+            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D, "E": self._exchanges.do_E,
+            "BF": self._do_BF, "BE": self._exchanges.do_BE,
+            **{f"all_to_all {kind}": self._exchanges.send for kind in _OF_EXPERTS},
+            **{f"wait {kind}": self._exchanges.wait for kind in _OF_EXPERTS},
             "wait F": self._wait_F, "wait R": self._wait_F, "wait B": self._wait_B,
             "wait BC": self._wait_BC, "wait C": self._wait_C, "wait RC": self._wait_C,
             "all_reduce F": self._reduce_F, "all_reduce R": self._reduce_F, "all_reduce B": self._reduce_B,
@@ -126,7 +132,7 @@ class BlockWork:
         for held in (
             self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
             self._residual, self._prepare_pieces, self._partial_pieces, self._combine_pieces, self.deferred,
-            self.leaves,
+            self.leaves, self._exchanges,
         ):  # fmt: skip
             held.clear()
         self.inputs.forget()
@@ -167,53 +173,60 @@ class BlockWork:
 
     # --- a block up to its row-parallel matmul ---
 
+    def _do_D(self, step: Step) -> None:  # noqa: N802
+        self._exchanges.do_D(step.place, self._h.pop(step.place))
+
     def _do_F(self, step: Step) -> None:  # noqa: N802
         place = step.place
-        h = self._take_parts(self._h, place)
+        method = self._partial[step.block]
+        if place in self._program.dispatched:
+            method, given = self._exchanges.arrived(place)
+        else:
+            given = (self._take_parts(self._h, place),)
         again = place in self._program.recomputed
         deferred = None
         if self._differentiable:
             kind = DeferredGradients if self._traced[step.block] is None else CompiledDeferral
             deferred = self.deferred[place] = kind(self.leaves[step.block])
-        y = self._run_partial(place, h, deferred, self.randomness.run, graph=deferred is not None and not again)
+        graph = deferred is not None and not again
+        y = self._run_partial(place, method, given, deferred, self.randomness.run, graph=graph)
         if deferred is not None:
             # R records the graph again; it must know whether y is the result of a matmul without other readers.
             deferred.end(y if again else None)
             if again and place not in self._program.remade:
-                self._h[place] = h
+                (self._h[place],) = given
         self._set_parts(self._y, place, y)
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
         place = step.place
         deferred, whole = self.deferred[place], place in self._program.summed_again
-        y = self._run_partial(
-            place, self._h.pop(place), deferred, self.randomness.again, graph=True, skip_last=not whole
-        )
+        method, given = self._partial[step.block], (self._h.pop(place),)
+        y = self._run_partial(place, method, given, deferred, self.randomness.again, graph=True, skip_last=not whole)
         deferred.end()
         if whole:
             self._set_parts(self._y, place, y)
 
     def _run_partial(
-        self, place: Place, h: Tensor, deferred: DeferredGradients | None, draw: Callable[..., Tensor], *,
-        graph: bool, skip_last: bool = False,
+        self, place: Place, method: Callable[..., Tensor], given: tuple[Tensor, ...],
+        deferred: DeferredGradients | None, draw: Callable[..., Tensor], *, graph: bool, skip_last: bool = False,
     ) -> Tensor:  # fmt: skip
         block, s = place
-        method, traced = self._partial[block], self._traced[block]
+        traced = self._traced[block]
         values = self.inputs.values(block, s, whole=block in self._joint)
         name: MethodName = "partial" if self._prepare[block] is None else "product"
         keys = self._keys.get(block)
 
         def run() -> Tensor:
             if deferred is None:
-                return own_memory(tensor_of(method, h, *values), (h, *values))
+                return own_memory(tensor_of(method, *given, *values), (*given, *values))
             deferred.begin(skip_last)
             token, in_piece[0] = deferring.set(deferred), traced is not None
             try:
                 if not graph:
-                    return own_memory(tensor_of(method, h, *values), (h, *values))
+                    return own_memory(tensor_of(method, *given, *values), (*given, *values))
                 # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
-                    method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True,
+                    method, given, values, [self.leaves[block], *self.inputs.leaves], overwritten=True,
                     begun=None if keys is None else keys.record,
                 )  # fmt: skip
                 return y
@@ -225,7 +238,7 @@ class BlockWork:
         with _NO_CHANGE if graph else torch.no_grad():
             if skip_last and traced is not None and isinstance(deferred, CompiledDeferral):
                 deferred.leave_out(
-                    traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(h, *values))
+                    traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(*given, *values))
                 )
             if keys is None:
                 return draw(name, block, s, extent, run)
@@ -315,7 +328,22 @@ class BlockWork:
         else:
             self._grad_y[place] = grad_y
 
+    def _do_BF(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        if place not in self._program.apart:
+            self._do_BC(step)
+        self._exchanges.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
+
     def _do_B(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        if place in self._program.dispatched:
+            self._g[place] = self._exchanges.input_gradient(place)
+        else:
+            self._through_partial(step)
+        if place not in self._program.deferred:
+            self._do_W(step)
+
+    def _through_partial(self, step: Step) -> None:
         place = step.place
         if place not in self._program.apart:
             self._do_BC(step)
@@ -329,8 +357,6 @@ class BlockWork:
         if g is None:
             raise RuntimeError(f"block {step.block}: partial(x) does not depend on x; it must be differentiable in x")
         self._set_parts(self._g, place, g)
-        if place not in self._program.deferred:
-            self._do_W(step)
 
     def _do_W(self, step: Step) -> None:  # noqa: N802
         if self.keep_deferred:

@@ -8,11 +8,21 @@ from torch import nn
 
 from oases.execution.executor import Place, Program
 from oases.parallel.randomness import hash_of
-from oases.schedule import Op, Schedule, format_schedule
+from oases.schedule import Op, Schedule, exchanging, format_schedule, sequence_parallel
 
 _OF_NEXT = ("C", "RC", "B", "BC")
 """Ops that run the next block's norm, or its backward pass, where that block is halved at the gather."""
-_READERS = ("F", "R", *_OF_NEXT)
+_READERS = ("F", "R", "D", "E", "BF", "BE", *_OF_NEXT)
+
+
+def laid_out(schedule: Schedule, blocks: Sequence[nn.Module], *, along: bool) -> Schedule:
+    """The schedule as these blocks run it. along: sequence parallelism.
+
+    A block with a true attribute `sends_tokens` runs in three pieces (`oases.schedule.exchange`).
+    """
+    if along:
+        return sequence_parallel(schedule)
+    return exchanging(schedule, [b for b, block in enumerate(blocks) if getattr(block, "sends_tokens", False)])
 
 
 class BlockProgram(Program):
@@ -28,6 +38,7 @@ class BlockProgram(Program):
         self.remade: frozenset[Place] = schedule.remade_inputs
         self.deferred: frozenset[Place] = _places(schedule, "W")
         """Places whose weight gradients an op W computes; elsewhere B does."""
+        self.dispatched: frozenset[Place] = schedule.dispatched
         self.apart: frozenset[Place] = _places(schedule, "BC")
         self.gathered = frozenset((op.of, op.block, op.sub_batch) for op in schedule if op.kind == "all_gather")
         self.summed_again: frozenset[Place] = frozenset(

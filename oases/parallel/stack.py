@@ -46,12 +46,12 @@ from oases.parallel.checks import (
 )
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
-from oases.parallel.program import BlockProgram
+from oases.parallel.program import BlockProgram, laid_out
 from oases.parallel.randomness import MethodName, Randomness
 from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.plans.shape import AUTO_LOSSY
 from oases.reporting import WHOLE_BATCH
-from oases.schedule import Recompute, Schedule, generate, sequence_parallel, validate
+from oases.schedule import Recompute, Schedule, generate, validate
 
 _numbers = itertools.count()
 
@@ -200,7 +200,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.schedule = self._laid_out(tunings.candidates(2)[-1])
 
     def _laid_out(self, schedule: Schedule) -> Schedule:
-        return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
+        return laid_out(schedule, [*self.blocks], along=self.sequence_parallel and self.tensor_parallel > 1)
 
     def forward(
         self, x: Tensor, inputs: Sequence[BlockInputs] | None = None, *, context: Context | None = None

@@ -13,8 +13,8 @@ from oases.errors import UsageError
 from oases.planner.space import Space
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
-from oases.plans.shape import AnyKind
-from oases.schedule import WHOLE
+from oases.plans.shape import AnyKind, ModelShape
+from oases.schedule import WHOLE, exchanging
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import program_of
@@ -177,7 +177,7 @@ class StackTimings:
 
     def ways(self, tp: int, samples: float) -> list[Way]:
         """Ways in which such a stack can run."""
-        if tp == 1:
+        if tp == 1 and (isinstance(self.model, ModelShape) or not self.model.expert_parallel):
             return [Way("fine_grained", 1)]  # nothing is sent, so nothing is cut
         whole = [Way(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]
@@ -204,7 +204,8 @@ class StackTimings:
         tp, samples, recompute, wire = key
         numbers = tuple(number for number in range(layers) for _ in layer)
         segment = Segment(len(numbers), tp, way.schedule, way.sub_batches, layers * recompute, way.sequence_parallel)
-        schedule = segment.generated(numbers)
         kinds = [*layer] * layers
+        sends = [b for b, kind in enumerate(kinds) if self.model.expert_parameters(kind)]
+        schedule = exchanging(segment.generated(numbers), sends)
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule, wire)
         return run(program_of(schedule, costs)).total_seconds

@@ -14,6 +14,7 @@ from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
+from oases.plans.layered import LayeredModel
 from oases.plans.shape import GRADIENT_BYTES, AnyKind
 
 State: TypeAlias = tuple[int, bool]
@@ -94,7 +95,12 @@ class BlockCosts:
             reduced = self.hardware.collective_seconds("reduce_scatter", replicas, count * GRADIENT_BYTES, tp)
             summed += self.setting.micro_batches * reduced
         else:
-            summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+            experts = self.model.expert_parameters(kind) * self.model.element_bytes
+            summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes - experts, tp)
+            if isinstance(self.model, LayeredModel) and experts:
+                degree = self.model.expert_parallel
+                alike = self.setting.stage_ranks // degree
+                summed += self.hardware.collective_seconds("all_reduce", alike, experts, degree)
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
 
     def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:

@@ -13,9 +13,10 @@ from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import num_layers
 from oases.planner.search import SettingSearch
-from oases.planner.space import Setting, Space, only_earlier, settings
+from oases.planner.space import Setting, Space, only_earlier, settings, variants
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text
 
@@ -162,28 +163,31 @@ class NoPlanError(UsageError):
     """
 
 
-def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int) -> str:
+def refusal(model: Model, hardware: Hardware, space: Space, world: int, global_batch: int, capacity: int) -> str:
     """Message of NoPlanError, with the smallest single changes that would make a plan fit."""
-    model, least = timings.model, _least_bytes(timings, world, global_batch, capacity)
+
+    def needed_by(shape: Model = model, space: Space = space, ranks: int = world, batch: int = global_batch) -> float:
+        return _least_bytes(shape, hardware, space, ranks, batch, capacity)
+
+    least = needed_by()
     others = {
-        "recomputation (leave out --no-recompute)": (model, replace(timings.space, recompute=True)),
-        "a sharded optimizer (leave out --no-zero)": (model, replace(timings.space, zero=(False, True))),
-        "sharded weights (leave out --no-fsdp)": (model, replace(timings.space, fsdp=(False, True))),
+        "recomputation (leave out --no-recompute)": (model, replace(space, recompute=True)),
+        "a sharded optimizer (leave out --no-zero)": (model, replace(space, zero=(False, True))),
+        "sharded weights (leave out --no-fsdp)": (model, replace(space, fsdp=(False, True))),
     }
-    if not timings.hardware.blocks and "bfloat16" in timings.hardware.device.flops_per_second:
-        others["bfloat16 instead of float32"] = (model.in_dtype("bfloat16"), timings.space)
+    if not hardware.blocks and "bfloat16" in hardware.device.flops_per_second:
+        others["bfloat16 instead of float32"] = (model.in_dtype("bfloat16"), space)
     changes = [
         change
-        for change, (shape, space) in others.items()
-        if (shape.element_bytes, space) != (model.element_bytes, timings.space)
-        and _least_bytes(StackTimings(shape, timings.hardware, space), world, global_batch, capacity) <= capacity
+        for change, (shape, other) in others.items()
+        if (shape.element_bytes, other) != (model.element_bytes, space) and needed_by(shape, other) <= capacity
     ]
     for ranks in (world * 2**power for power in range(1, 7)):
-        if _least_bytes(timings, ranks, global_batch, capacity) <= capacity:
+        if needed_by(ranks=ranks) <= capacity:
             changes.append(f"{ranks} devices instead of {world}")
             break
     for batch in (global_batch // 2**power for power in range(1, 11)):
-        if batch >= 1 and _least_bytes(timings, world, batch, capacity) <= capacity:
+        if batch >= 1 and needed_by(batch=batch) <= capacity:
             changes.append(f"a global batch of {batch} instead of {global_batch}")
             break
     unit = 2**30 if least >= 2**30 else 2**20
@@ -196,18 +200,39 @@ def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int)
     )
 
 
-def _least_bytes(timings: StackTimings, world: int, global_batch: int, capacity: int) -> float:
-    space = timings.space
+def _least_bytes(
+    model: Model, hardware: Hardware, space: Space, world: int, global_batch: int, capacity: int
+) -> float:
     if "one_f_one_b" in space.pipelines:  # the pipeline with the least memory
         space = replace(space, pipelines=("one_f_one_b",))
     try:
-        options = list(settings(timings.model, timings.hardware, world, global_batch, space))
+        searches = _searches(model, hardware, space, world, global_batch, capacity, Predictor(hardware))
     except UsageError:
         return math.inf
-    predictor = Predictor(timings.hardware)
-    searches = [SettingSearch(setting, timings, capacity, predictor) for setting in options]
     lightest = min(searches, key=SettingSearch.smallest_bytes)
     return max(lightest.smallest_bytes(), lightest.peak_of_lightest())
+
+
+def _searches(
+    model: Model, hardware: Hardware, space: Space, world: int, global_batch: int, capacity: int, predictor: Predictor
+) -> list[SettingSearch]:
+    """A search for each setting, of the model and of its variants. UsageError where no setting is possible."""
+    found: list[SettingSearch] = []
+    why: UsageError | None = None
+    for variant in variants(model, world, space):
+        timings = StackTimings(variant, hardware, space)
+        try:
+            options = list(settings(variant, hardware, world, global_batch, space))
+        except UsageError as error:
+            why = why or error
+            continue
+        found += [SettingSearch(setting, timings, capacity, predictor) for setting in options]
+    if found:
+        return found
+    raise why or UsageError(
+        f"expert_parallel {', '.join(map(str, space.expert_parallel))} must divide {world} ranks and the "
+        f"{0 if isinstance(model, ModelShape) else model.num_experts} experts of {model.name}; leave it out"
+    )
 
 
 IMPROVED = 2
@@ -242,24 +267,20 @@ def rank_plans(
     space = space or Space()
     predictor = predictor or Predictor(hardware)
     capacity = usable_bytes(hardware, budget)
-    timings = StackTimings(model, hardware, space)
-    searches = [
-        SettingSearch(setting, timings, capacity, predictor)
-        for setting in settings(model, hardware, world, global_batch, space)
-    ]
+    searches = _searches(model, hardware, space, world, global_batch, capacity, predictor)
     searches.sort(key=lambda search: (search.least_seconds(), search.setting.fsdp))
     found: dict[Plan, Plan] = {}
     searched: dict[Plan, SettingSearch] = {}
     best = math.inf
-    nothing_again: set[Setting] = set()
+    nothing_again: set[tuple[Model, Setting]] = set()
     for done, search in enumerate(searches, start=1):
         if search.least_seconds() > PRUNED * best:
             break
-        setting = search.setting
-        alike = only_earlier(setting.pipeline) and replace(setting, pipeline="one_f_one_b") in nothing_again
+        setting, of = search.setting, search.model
+        alike = only_earlier(setting.pipeline) and (of, replace(setting, pipeline="one_f_one_b")) in nothing_again
         # Sharded weights save memory alone, at the price of their all-gathers.
         alike = alike or (
-            setting.fsdp and any(replace(setting, fsdp=False, zero=z) in nothing_again for z in (False, True))
+            setting.fsdp and any((of, replace(setting, fsdp=False, zero=z)) in nothing_again for z in (False, True))
         )
         candidates = [] if alike else list(search.candidates(PRUNED * best))
         for plan in candidates:
@@ -267,11 +288,11 @@ def rank_plans(
             searched[replace(plan, prediction=None)] = search
             best = min(best, seconds_of(plan))
         if candidates and not any(s.recomputed_layers for p in candidates for t in p.stages for s in t.segments):
-            nothing_again.add(setting)
+            nothing_again.add((of, setting))
         if on_setting is not None:
             on_setting(done, len(searches))
     if not found:
-        raise NoPlanError(refusal(timings, world, global_batch, capacity))
+        raise NoPlanError(refusal(model, hardware, space, world, global_batch, capacity))
     for plan in ranked(found)[:IMPROVED]:
         better = _improved(plan, searched[replace(plan, prediction=None)], predictor, capacity)
         found[replace(better, prediction=None)] = better

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from oases.planner.memory import embedding_segment, end_parameters
+from oases.plans.layered import LayeredModel
 from oases.plans.plan import BUCKET_BYTES, Part, Plan
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS
 from oases.simulator.hardware import Hardware
@@ -76,7 +77,8 @@ class Gradients:
         """All-reduces of gradients in buckets, by the (segment, block) that fills each.
 
         Segments of one degree share buckets, from the last block to the first, followed by the embedding of that
-        degree. A bucket is a copy of its gradients, held until `finish`.
+        degree; experts that are divided over more ranks have buckets of their own. A bucket is a copy of its
+        gradients, held until `finish`.
         """
         lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
         for part in reversed(self.parts):
@@ -84,23 +86,27 @@ class Gradients:
                 segment = part.segments[index]
                 first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
                 for block in reversed(range(segment.num_blocks)):
-                    size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
-                    place = (part.first_segment + index, block)
-                    lanes.setdefault(segment.tp, []).append((place, size * GRADIENT_BYTES))
+                    kind, place = self.model.kind_of(first + block), (part.first_segment + index, block)
+                    experts = self.model.expert_parameters(kind)
+                    dense = self.model.block_parameters(kind, segment.tp) - experts
+                    lanes.setdefault(segment.tp, []).append((place, dense * GRADIENT_BYTES))
+                    if isinstance(self.model, LayeredModel) and experts:
+                        degree = self.model.expert_parallel
+                        lanes.setdefault(degree, []).append((place, experts * GRADIENT_BYTES))
         outside = end_parameters(self.plan, self.number)
         if self.with_ends and outside:
             tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES
             lanes.setdefault(tp, []).append((AT_THE_END, size))
         starts: dict[tuple[int, int], list[Instruction]] = {}
         copies = _BUCKET_COPIES / self.hardware.device.bytes_per_second if self.with_ends else 0.0
-        for tp, lane in lanes.items():
-            replicas = self.plan.stage_ranks // tp
+        for degree, lane in lanes.items():
+            replicas = self.plan.stage_ranks // degree
             if replicas == 1:
                 continue
-            link = self.hardware.link_of(replicas, tp)
+            link = self.hardware.link_of(replicas, degree)
             for number, (place, num_bytes) in enumerate(_buckets(lane)):
-                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
-                name = f"gradients tp {tp} bucket {number}"
+                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, degree)
+                name = f"gradients tp {degree} bucket {number}"
                 copied = Compute(f"copy of {name}", copies * num_bytes, num_bytes)
                 starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))
         return starts

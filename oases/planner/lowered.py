@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
-from oases.schedule import Op, Schedule
+from oases.schedule import Op, Schedule, exchanging
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import lower
 from oases.simulator.program import Compute, Instruction, Start, Wait
@@ -43,6 +43,7 @@ class Lowered:
         if weights_apart:
             schedule = _deferred(schedule)
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
+        schedule = exchanging(schedule, [b for b, kind in enumerate(kinds) if model.expert_parameters(kind)])
         costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule, wire)
         (steps,) = lower(schedule, costs, prefix)
         forward = [(step.instruction, step.op) for step in steps if not step.backward]

@@ -10,7 +10,7 @@ from math import isqrt
 
 from oases.errors import UsageError
 from oases.plans.layered import Model
-from oases.plans.shape import WIRES
+from oases.plans.shape import WIRES, ModelShape
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import chunks_of, enough, in_flight, parts_on, passes, read_stage
 from oases.schedule.schedule import Pass, StageReading
@@ -33,7 +33,8 @@ class Space:
 
     pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
     can execute them: of models other than built-in ones, sequence parallelism where attention is sharded. wire:
-    dtypes in which sums are sent; one that rounds them is used only if it is named.
+    dtypes in which sums are sent; one that rounds them is used only if it is named. expert_parallel: ranks over which
+    experts of a traced model are divided, 0 for its tensor-parallel ones; empty for 0 and powers of two.
     """
 
     degrees: tuple[int, ...] = ()
@@ -44,6 +45,7 @@ class Space:
     fsdp: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
     wire: tuple[str, ...] = ("none",)
+    expert_parallel: tuple[int, ...] = ()
     recompute: bool = True
     max_stages: int = MAX_STAGES
     pipelines: tuple[str, ...] = BEST_PIPELINES
@@ -61,6 +63,8 @@ class Space:
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
                     raise UsageError(f"{name} must be whole numbers of at least 1, got {value!r}")
+        if any(not isinstance(value, int) or value < 0 for value in self.expert_parallel):
+            raise UsageError(f"expert_parallel must be whole numbers of at least 0, got {self.expert_parallel!r}")
         for smaller, larger in pairwise(sorted(self.degrees)):
             if larger % smaller:
                 raise UsageError(
@@ -110,7 +114,14 @@ class Setting:
             and self.samples(tp) >= 1
             and self.samples(tp) == int(self.samples(tp))
             and hardware.has_block(model, tp)
+            and self._divides_experts(model, tp)
         ]
+
+    def _divides_experts(self, model: Model, tp: int) -> bool:
+        """Whether experts are divided over more ranks than tensor parallelism has, and their state is not sharded."""
+        degree = 0 if isinstance(model, ModelShape) else model.expert_parallel
+        whole = not self.zero and not self.fsdp
+        return not degree or (whole and degree > tp and self.stage_ranks % degree == degree % tp == 0)
 
     def held(self, stage: int) -> tuple[tuple[int, int], ...]:
         """Micro-batches in flight on a stage and with deferred weight gradients, over all its model parts.
@@ -192,6 +203,16 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
             f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
+
+
+def variants(model: Model, world: int, space: Space) -> Iterator[Model]:
+    """The model with its experts divided over each number of ranks that the space has and that fits."""
+    experts = 0 if isinstance(model, ModelShape) else model.num_experts
+    for degree in space.expert_parallel or (0, *(2**power for power in range(1, world.bit_length()))):
+        if degree == 0:
+            yield model
+        elif not isinstance(model, ModelShape) and experts and experts % degree == world % degree == 0:
+            yield model.with_expert_parallel(degree)
 
 
 def _sharding(space: Space) -> list[tuple[bool, bool]]:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from oases.errors import UsageError
-from oases.plans.layered import Model
+from oases.plans.layered import LayeredModel, Model
 from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import Experts
 from oases.schedule import Schedule, is_text
@@ -64,6 +64,8 @@ def check(plan: Plan) -> None:
             )
     if plan.experts is not None:
         _check_experts(plan, plan.experts)
+    if isinstance(plan.model, LayeredModel) and plan.model.expert_parallel:
+        _check_expert_degree(plan, plan.model.expert_parallel)
 
 
 def require_trainable(model: Model) -> None:
@@ -71,6 +73,20 @@ def require_trainable(model: Model) -> None:
     if model.dtype not in TRAINABLE:
         raise UsageError(
             f"model: dtype {model.dtype} cannot be trained, only {', '.join(TRAINABLE)}; oases simulate predicts it"
+        )
+
+
+def _check_expert_degree(plan: Plan, degree: int) -> None:
+    tp = plan.stages[0].segments[0].tp
+    if plan.stage_ranks % degree or degree % tp:
+        raise UsageError(
+            f"plan: expert_parallel {degree} must divide a stage's {plan.stage_ranks} ranks and be a multiple of tp "
+            f"{tp}"
+        )
+    if plan.zero or plan.fsdp:
+        raise UsageError(
+            f"plan: zero and fsdp shard over replicas, and experts are divided over {degree} ranks; leave out one of "
+            "them"
         )
 
 

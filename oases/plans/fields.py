@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 def layered_model(data: Any) -> LayeredModel:
     """Parse a model of a plan file. Raises UsageError naming the field that is missing, unknown or wrong."""
-    older = {"token_wise": False}  # files of before it was searched
+    older = {"token_wise": False, "expert_parallel": 0}  # files of before they were searched
     body = _object(older | data if isinstance(data, dict) else data, LayeredModel, "model")
     kinds = [_object(each, LayerKind, f"model: kind {n}") for n, each in enumerate(_list(body, "kinds", "model"))]
     names = ("sequence", "hidden", "unit", "vocabulary", "num_parameters")
@@ -34,12 +34,13 @@ def layered_model(data: Any) -> LayeredModel:
         outside=tuple(_outside(each) for each in _list(body, "outside", "model")),
         messages=tuple(_count(each, "model: messages") for each in _list(body, "messages", "model")),
         token_wise=_flag(body["token_wise"], "model: token_wise"),
+        expert_parallel=_count(body["expert_parallel"], "model: expert_parallel"),
     )
 
 
 def _block(data: Any) -> Block:
     body = _object(data, Block, "model: block")
-    shares = tuple(_plain(each, Share, "model: share") for each in _list(body, "shares", "model: block"))
+    shares = tuple(_share(each) for each in _list(body, "shares", "model: block"))
     return Block(
         _text(body["name"], "model: block"), shares, _count(body["combined"], "model: block: combined"),
         _count(body["ops"], "model: block: ops"),
@@ -48,10 +49,14 @@ def _block(data: Any) -> Block:
 
 def _outside(data: Any) -> Outside:
     body = _object(data, Outside, "model: outside")
-    shares = tuple(_plain(each, Share, "model: share") for each in _list(body, "shares", "model: outside"))
+    shares = tuple(_share(each) for each in _list(body, "shares", "model: outside"))
     counts = (_count(body[name], f"model: outside: {name}") for name in ("before", "logits", "tied"))
     before, logits, tied = counts
     return Outside(before, shares, logits, tied)
+
+
+def _share(data: Any) -> Share:
+    return _plain({"routed": 0} | data if isinstance(data, dict) else data, Share, "model: share")
 
 
 def _plain(data: Any, kind: type[_T], where: str) -> _T:

@@ -30,7 +30,7 @@ class Share:
     whole. optional: where the degree does not divide, every rank computes it whole; else that is an error.
     parameters: elements. Of one sample's forward pass: column, core, row: FLOPs of column-parallel matmuls, of
     attention, of row-parallel matmuls. moved: bytes that other ops read and write. kept: bytes kept for the backward
-    pass.
+    pass. routed: bytes of tokens that are sent to their experts, and back, where these are balanced.
     """
 
     units: int = 1
@@ -41,6 +41,7 @@ class Share:
     row: int = 0
     moved: int = 0
     kept: int = 0
+    routed: int = 0
 
     def ranks(self, tp: int) -> int:
         """Number of ranks over which it is sharded at degree `tp`."""
@@ -109,8 +110,9 @@ class LayeredModel:
     between layers, `unit` its elements per sample. vocabulary: rows of the table of tokens, 0 without one. lists: its
     lists of layers in call order. order: kind of each layer. messages: bytes per sample with gradients that cross the
     border before each layer. token_wise: whether the layers compute all that relates tokens between a column- and a
-    row-parallel matmul, which sequence parallelism needs. Mixed degrees in one plan are not possible: `mixed` is
-    False.
+    row-parallel matmul, which sequence parallelism needs. expert_parallel: ranks over which experts are divided,
+    and to which tokens are sent (`parallelize(experts="balanced")`); 0: they are sharded over
+    the tensor-parallel ranks. Mixed degrees in one plan are not possible: `mixed` is False.
     """
 
     name: str
@@ -126,6 +128,7 @@ class LayeredModel:
     outside: tuple[Outside, ...]
     messages: tuple[int, ...]
     token_wise: bool = False
+    expert_parallel: int = 0
 
     mixed: ClassVar[bool] = False
     is_gpt: ClassVar[bool] = False
@@ -147,6 +150,10 @@ class LayeredModel:
             raise UsageError(f"model: lists and messages must be those of its {self.layers} layers")
         if any(not 0 <= each.before <= self.layers for each in self.outside):
             raise UsageError(f"model: outside must lie before layers 0 to {self.layers}")
+        if self.expert_parallel and (not self.num_experts or self.num_experts % self.expert_parallel):
+            raise UsageError(
+                f"model: expert_parallel {self.expert_parallel} does not divide {self.num_experts} experts"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -170,6 +177,11 @@ class LayeredModel:
         return gcd(
             *(s.units for kind in self.kinds for b in kind.blocks for s in b.shares if s.units > 1 and not s.optional)
         )
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of a layer, of different numbers their greatest common divisor; 0 for a dense model."""
+        return gcd(*(s.units for kind in self.kinds for b in kind.blocks for s in b.shares if s.routed))
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[Kind, ...], ...]:
@@ -251,7 +263,22 @@ class LayeredModel:
 
     def block_parameters(self, kind: AnyKind, tp: int) -> int:
         """Parameters of a block on one of `tp` ranks."""
-        return sum(share.parameters // share.ranks(tp) for share in self.block(kind).shares)
+        dense = sum(
+            share.parameters // share.ranks(tp) for share in self.block(kind).shares if not self._sends(share)
+        )
+        return dense + self.expert_parameters(kind)
+
+    def expert_parameters(self, kind: AnyKind) -> int:
+        """Parameters of a block that are experts divided over `expert_parallel` ranks, on one of them."""
+        shares = (share for share in self.block(kind).shares if self._sends(share))
+        return sum(share.parameters // self.expert_parallel for share in shares)
+
+    def routed_bytes(self, kind: AnyKind, tp: int, samples: float) -> float:
+        """Bytes that one of `tp` ranks sends to a block's experts: its share of the tokens, once for each expert."""
+        return samples * sum(share.routed for share in self.block(kind).shares if self._sends(share)) / tp
+
+    def _sends(self, share: Share) -> bool:
+        return self.expert_parallel > 0 and share.routed > 0
 
     def outside_of(self, first: int, last: int) -> tuple[Outside, ...]:
         """Work outside of the layers on a stage with layers [first, last)."""
@@ -322,7 +349,8 @@ class LayeredModel:
         to, of = ELEMENT_BYTES[dtype], self.element_bytes
 
         def share(each: Share) -> Share:
-            return replace(each, moved=each.moved * to // of, kept=each.kept * to // of)
+            routed = each.routed * to // of
+            return replace(each, moved=each.moved * to // of, kept=each.kept * to // of, routed=routed)
 
         def block(each: Block) -> Block:
             return replace(each, shares=tuple(map(share, each.shares)), combined=each.combined * to // of)
@@ -332,6 +360,10 @@ class LayeredModel:
             kinds=tuple(replace(kind, blocks=tuple(map(block, kind.blocks))) for kind in self.kinds),
             outside=tuple(replace(each, shares=tuple(map(share, each.shares))) for each in self.outside),
         )  # fmt: skip
+
+    def with_expert_parallel(self, degree: int) -> LayeredModel:
+        """The model with its experts divided over `degree` ranks; layers then run on whole sequences."""
+        return replace(self, expert_parallel=degree, token_wise=False)
 
     def with_layers(self, count: int) -> LayeredModel:
         """The model with another number of layers, of its kinds in the same proportions."""

@@ -204,6 +204,10 @@ class ModelShape:
         cut = h * self.inner_width(kind) + (3 if kind == "attention" else 4) * h
         return cut // tp + 3 * h
 
+    def expert_parameters(self, kind: AnyKind) -> int:
+        """0: a plan's experts replace its MLPs (`Experts`)."""
+        return 0
+
     def embedding_parameters(self, tp: int) -> int:
         """Parameters of embedding, positions, last norm and untied head on one of `tp` ranks; sharded by
         vocabulary.

@@ -1,5 +1,6 @@
 """Schedules as plain data: ops, generators, text form and validation. Imports no torch."""
 
+from oases.schedule.exchange import exchanging
 from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts, resolve_experts
 from oases.schedule.ops import OPS, Op, ScheduleError, Unit
 from oases.schedule.pipeline import PIPELINES, generate_pipeline, gpipe, one_f_one_b, resolve_pipeline
@@ -44,6 +45,7 @@ __all__ = [
     "Unit",
     "along_sequence",
     "cross_pass",
+    "exchanging",
     "fine_grained",
     "format_schedule",
     "from_text",

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 Unit = Literal["block", "experts", "stage"]
 """Unit of a schedule: tensor-parallel blocks, blocks of experts, or pipeline stages."""
-Compute = Literal["F", "C", "R", "RC", "BC", "B", "W", "N", "E", "P", "RN", "RE", "BN", "BE"]
+Compute = Literal["F", "C", "D", "R", "RC", "BC", "BF", "B", "W", "N", "E", "P", "RN", "RE", "BN", "BE"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Transfer = Literal["share", "join", "split", "return"]
 """Collectives that carry parameters or their gradients instead of an op's result."""
@@ -44,12 +44,13 @@ class Read(NamedTuple):
         remade      an RC recomputes the block's input before its R
         together    B includes the backward of C; apart: a BC does it, for every sub-batch if the block is joint
         copied      experts have replicas on other ranks
+        dispatched  the block's tokens are sent to experts by ops of the list
     """
 
     kind: str
     block: int = 0
     arrived: bool = False
-    when: Literal["", "listed", "remade", "together", "apart", "copied"] = ""
+    when: Literal["", "listed", "remade", "together", "apart", "copied", "dispatched"] = ""
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,14 @@ _SUM = ("all_reduce", "reduce_scatter")
 _ROWS = (
     # --- tensor-parallel blocks, and passes of a model part on a pipeline stage ---
     OpKind(
-        "F", "compute", False, {"block": (Read("C", -1, True),), "stage": (Read("F", -1, True),)},
+        "F", "compute", False,
+        {"block": (Read("C", -1, True), Read("E", 0, True, "dispatched")), "stage": (Read("F", -1, True),)},
         "a partial sum over the ranks; of a stage the activation or, of the last part, the loss", (*_SUM, "send"),
-        "forward of a block up to its row-parallel matmul",
+        "forward of a block up to its row-parallel matmul; of one with a D, what follows its experts",
+    ),
+    OpKind(
+        "D", "compute", False, {"block": (Read("C", -1, True),)}, "tokens, by expert", ("all_to_all",),
+        "forward of a block up to its experts: the router",
     ),
     OpKind(
         "C", "compute", False, {"block": (Read("F", 0, True),)},
@@ -102,12 +108,18 @@ _ROWS = (
         {
             "block": (
                 Read("RC|C", when="together"), Read("R", when="listed"), Read("B", 1, True, "together"),
-                Read("BC", 0, True, "apart"),
+                Read("BC", 0, True, "apart"), Read("BE", 0, True, "dispatched"),
             ),
             "stage": (Read("F"), Read("R", when="listed"), Read("B", 1, True)),
         },
         "the gradient of the input, of a block a partial sum; weight gradients, if the list holds no W",
-        (*_SUM, "send"), "backward of F, and of C unless a BC did it",
+        (*_SUM, "send"), "backward of F, and of C unless a BC did it; of a block with a D, backward of that",
+    ),
+    OpKind(
+        "BF", "compute", True,
+        {"block": (Read("RC|C", when="together"), Read("B", 1, True, "together"), Read("BC", 0, True, "apart"))},
+        "gradients of the experts' outputs", ("all_to_all",),
+        "backward of what follows the experts of a block with a D, and of C unless a BC did it",
     ),
     OpKind(
         "W", "compute", True, {"block": (Read("B"),), "stage": (Read("B"),)}, "weight gradients", (),
@@ -123,7 +135,8 @@ _ROWS = (
         "search for the next step's placement of experts",
     ),
     OpKind(
-        "E", "compute", False, {"experts": (Read("N", 0, True), Read("join", 0, True, "copied"))},
+        "E", "compute", False,
+        {"experts": (Read("N", 0, True), Read("join", 0, True, "copied")), "block": (Read("D", 0, True),)},
         "the experts' outputs", ("all_to_all",), "this rank's experts",
     ),
     OpKind("RN", "compute", True, {"experts": (Read("N"),)}, "what BN needs of N", (), "recomputes N"),
@@ -133,7 +146,8 @@ _ROWS = (
         "gradients of the previous block's outputs", ("all_to_all",), "backward of N",
     ),
     OpKind(
-        "BE", "compute", True, {"experts": (Read("E"), Read("BN", 1, True), Read("RE", when="listed"))},
+        "BE", "compute", True,
+        {"experts": (Read("E"), Read("BN", 1, True), Read("RE", when="listed")), "block": (Read("BF", 0, True),)},
         "gradients of the tokens, and of this rank's experts", ("all_to_all",), "backward of E",
     ),
     # --- collectives and messages ---
@@ -150,8 +164,8 @@ _ROWS = (
         "start an all-gather",
     ),
     OpKind(
-        "all_to_all", "link", False, {"experts": (Read("of"),)}, "tokens or their gradients, by destination rank", (),
-        "start an all-to-all of tokens or their gradients",
+        "all_to_all", "link", False, {"experts": (Read("of"),), "block": (Read("of"),)},
+        "tokens or their gradients, by destination rank", (), "start an all-to-all of tokens or their gradients",
     ),
     OpKind(
         "share", "link", False, {"experts": ()}, "shards of the replicas' parameters", (),

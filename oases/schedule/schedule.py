@@ -166,12 +166,18 @@ class Schedule:
         """Whether each rank holds a shard of the sequence between blocks."""
         return any(op.kind in ("reduce_scatter", "all_gather") for op in self.ops)
 
+    @cached_property
+    def dispatched(self) -> frozenset[Place]:
+        """(block, sub-batch) whose tokens are sent to experts by ops of the list, between D and E and after it."""
+        return frozenset((op.block, op.sub_batch) for op in self.ops if op.kind == "D")
+
     def all_reduces_per_layer(self) -> float:
         """All-reduces per transformer layer (two blocks) and sub-batch.
 
         With sequence parallelism a reduce-scatter and an all-gather, which send as many bytes, count as one.
         """
-        halves = sum(2 if op.kind == "all_reduce" else 1 for op in self.collectives)
+        sums = [op for op in self.collectives if op.kind != "all_to_all"]
+        halves = sum(2 if op.kind == "all_reduce" else 1 for op in sums)
         return halves / (self.num_blocks * self.num_sub_batches)
 
     # --- experts ---

@@ -17,13 +17,15 @@ SORTS: dict[Unit, str] = {
 }  # fmt: skip
 """Names of the units in error messages."""
 _PARTIAL = frozenset({"F", "R", "B"})
+_OF_EXPERTS = frozenset({"N", "D", "E", "BN", "BF", "BE"})
+"""Ops whose results an all-to-all carries."""
 _SUMS = "the result of {of} is complete; only F, R and B leave partial sums"
 _MESSAGES = "only the results of F and B go to another stage"
 _CARRIES = {
     "all_reduce": _SUMS,
     "reduce_scatter": _SUMS,
     "all_gather": "only C, RC and BC leave sequence shards to gather",
-    "all_to_all": "only N, E, BN and BE produce tokens or their gradients",
+    "all_to_all": "only N, D, E, BN, BF and BE produce tokens or their gradients",
     "send": _MESSAGES,
     "receive": _MESSAGES,
 }
@@ -67,13 +69,15 @@ def _holds(when: str, kind: str, b: int, s: int, schedule: Schedule) -> bool:
         return (b, s) in schedule.remade_inputs
     if when == "copied":
         return schedule.copies
+    if when == "dispatched":
+        return (b, s) in schedule.dispatched
     apart = schedule.sequence_parallel or b in schedule.joint or Op("BC", b, s) in schedule.backward_set
     return apart == (when == "apart")
 
 
 def _arrival(kind: str, b: int, s: int, schedule: Schedule) -> Op:
     """Op after which a result can be read: the wait for the collective that carries it, if there is one."""
-    carried = schedule.unit == "experts" or kind in _PARTIAL or schedule.sequence_parallel
+    carried = kind in _OF_EXPERTS or kind in _PARTIAL or schedule.unit == "experts" or schedule.sequence_parallel
     return Op("wait", b, s, kind) if carried else Op(kind, b, s)  # type: ignore[arg-type]
 
 
@@ -84,7 +88,7 @@ def _count(kind: str, schedule: Schedule) -> int:
 def _start_of(wait: Op) -> Op:
     if wait.of in TRANSFERS:
         return wait.carried._replace(kind=wait.of, of=None)
-    carrier: Kind = "all_to_all" if wait.of in ("N", "E", "BN", "BE") else "all_reduce"
+    carrier: Kind = "all_to_all" if wait.of in _OF_EXPERTS else "all_reduce"
     return wait._replace(kind=carrier)
 
 
@@ -121,6 +125,10 @@ def required(schedule: Schedule) -> Iterator[Op]:
         for each, of in pairs:
             if s == 0 or each not in _ONCE or b not in schedule.joint:
                 yield Op(each, b, s, of)
+    of_experts: tuple[Compute, ...] = ("D", "E", "BF", "BE") if schedule.backward else ("D", "E")
+    for place in schedule.dispatched:
+        for kind in of_experts:
+            yield from (Op(kind, *place), Op("all_to_all", *place, kind), Op("wait", *place, kind))
 
 
 # --- any list ---

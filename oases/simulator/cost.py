@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from oases.schedule import Op, Schedule
+from oases.schedule.ops import STARTS
 from oases.simulator.program import Contention
 
 
@@ -49,8 +50,13 @@ class BlockTimes:
         return BlockTimes(**{item.name: factor * getattr(self, item.name) for item in fields(self)})
 
     def of(self, op: Op, schedule: Schedule) -> float:
-        """Seconds of a compute op in this schedule."""
+        """Seconds of a compute op in this schedule. Of a block with a D, all but weight gradients is its experts'."""
         place = (op.block, op.sub_batch)
+        in_pieces = place in schedule.dispatched
+        if op.kind == "E":
+            return self.forward
+        if op.kind == "D" or (op.kind == "F" and in_pieces):
+            return 0.0
         if op.kind == "F":
             return self.forward_unkept if ("R", *place) in schedule.recomputed else self.forward
         if op.kind == "R":
@@ -61,9 +67,14 @@ class BlockTimes:
             return self.combine_backward
         if op.kind == "W":
             return self.weight_gradient
-        assert op.kind == "B", f"{op} is not compute"
         apart, deferred = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
-        return self.backward + (0 if apart else self.combine_backward) + (0 if deferred else self.weight_gradient)
+        own, weights = 0.0 if apart else self.combine_backward, 0.0 if deferred else self.weight_gradient
+        if op.kind == "BF":
+            return own
+        if op.kind == "BE":
+            return self.backward
+        assert op.kind == "B", f"{op} is not compute"
+        return weights if in_pieces else self.backward + own + weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,9 @@ class StackCosts:
     """Costs of each op of a schedule on one rank of a tensor-parallel group.
 
     times, sizes: by block, of one sub-batch. collectives: seconds by kind (all_reduce, reduce_scatter, all_gather)
-    of one sub-batch, on `link`. overhead: seconds outside the ops, before the forward and before the backward pass.
+    of one sub-batch, on `link`. exchanges: by block, seconds of an all-to-all of a sub-batch's tokens; () for none. A
+    block whose schedule does not list them waits for two in each F, R and B. overhead: seconds outside the ops,
+    before the forward and before the backward pass.
     """
 
     times: tuple[BlockTimes, ...]
@@ -88,6 +101,7 @@ class StackCosts:
     link: str = "link"
     contention: Contention = field(default_factory=Contention)
     overhead: tuple[float, float] = (0.0, 0.0)
+    exchanges: tuple[float, ...] = ()
 
     @staticmethod
     def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> StackCosts:
@@ -97,7 +111,18 @@ class StackCosts:
             of("F", 0.0), of("F", 0.0), of("C", 0.0), of("R", 0.0), of("R", 0.0), of("BC", 0.0), of("B", 0.0),
             of("W", 0.0),
         )  # fmt: skip
-        return StackCosts((times,) * schedule.num_blocks, dict(seconds))
+        sent = (of("all_to_all", 0.0),) * schedule.num_blocks if schedule.dispatched else ()
+        return StackCosts((times,) * schedule.num_blocks, dict(seconds), exchanges=sent)
+
+    def seconds(self, op: Op, schedule: Schedule) -> float:
+        """Seconds of a collective, or of a compute op of one sub-batch with what it waits for."""
+        exchange = self.exchanges[op.block] if self.exchanges else 0.0
+        if op.kind == "all_to_all":
+            return exchange
+        if op.kind in STARTS:
+            return self.collectives.get(op.kind, 0.0)
+        inside = op.kind in ("F", "R", "B") and (op.block, op.sub_batch) not in schedule.dispatched
+        return self.times[op.block].of(op, schedule) + 2 * exchange * inside
 
     @cached_property
     def no_bytes(self) -> bool:

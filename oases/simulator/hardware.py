@@ -339,6 +339,12 @@ def stack_costs(
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
     sent = unit if wire == "none" else int(unit * WIRE_BYTES[wire] // model.element_bytes)
+    exchanges: tuple[float, ...] = ()
+    if isinstance(model, LayeredModel) and model.expert_parallel > 1:
+        tokens = [model.routed_bytes(kind, tp, part) * sent / unit for kind in kinds]
+        exchanges = tuple(
+            hardware.collective_seconds("all_to_all", model.expert_parallel, each) if each else 0.0 for each in tokens
+        )
     packing = 0.0
     if wire in QUANTISED and tp > 1:
         packing = hardware.device.packing_seconds(unit * 4 / model.element_bytes, wire, tp, sent)
@@ -360,4 +366,5 @@ def stack_costs(
         link=link,
         contention=hardware.link(link).contention,
         overhead=hardware.pass_overhead(model, tp, samples, schedule.num_sub_batches, len(kinds) / 2),
+        exchanges=exchanges,
     )

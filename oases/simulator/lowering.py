@@ -109,12 +109,12 @@ def _of_blocks(schedule: Schedule, costs: StackCosts, prefix: str) -> Iterator[S
 
     def of(op: Op) -> Instruction:
         if op.kind in STARTS:
-            return Start(f"{prefix}{op}", costs.link, costs.collectives.get(op.kind, 0.0))
+            return Start(f"{prefix}{op}", costs.link, costs.seconds(op, schedule))
         if op.kind == "wait":
             return Wait(f"{prefix}{schedule.starts[op.carried]}")
         times_run = schedule.num_sub_batches if op.block in schedule.joint and op.kind in "FRBW" else 1
         allocates, frees = (times_run * each for each in held.of(op))
-        return Compute(f"{prefix}{op}", times_run * costs.times[op.block].of(op, schedule), allocates, frees)
+        return Compute(f"{prefix}{op}", times_run * costs.seconds(op, schedule), allocates, frees)
 
     for backward, ops in enumerate((schedule.forward, schedule.backward)):
         if costs.overhead[backward] and ops:

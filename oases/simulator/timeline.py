@@ -54,6 +54,8 @@ _KINDS = {
     "B": "backward",
     "W": "weight gradient",
     "BC": "backward",
+    "BF": "backward",
+    "D": "forward",
     "RC": "recompute",
     "wait": "waiting",
     "receive": "bubble",

@@ -118,6 +118,11 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
             optimizer.zero_grad()
     states = dict(balanced_modules(parallel))
     held = {path: state.module.get_parameter(state.mlp.up).shape[0] for path, state in states.items()}
+    runner = parallel.oases_partition.layers[0].runner
+    worst |= {
+        "in_pieces": len(runner.stack.schedule.dispatched),
+        "sub_batches": runner.stack.schedule.num_sub_batches,
+    }
     return worst | {"held": held, "report": parallel.oases_partition.json()["layers"][0]}
 
 
@@ -161,7 +166,7 @@ def on_wires(name, dims, wires):
         loss.backward()
         losses.append(float(loss.detach()))
         totals = scheduler.totals()
-        sent.append(sum(row.bytes for label, row in totals.items() if label.startswith(("dispatch", "combine"))))
+        sent.append(sum(row.bytes for label, row in totals.items() if label.split()[0] in ("D", "E", "BF", "BE")))
     return losses, sent
 
 

@@ -18,6 +18,7 @@ KINDS = {
     "zero": (ONE | {"degrees": (2,), "zero": (True,)}, {"zero": True, "fsdp": False}),
     "fsdp": (ONE | {"degrees": (2,), "zero": (False,), "fsdp": (True,)}, {"zero": False}),
     "bfloat16 sums": (ONE | {"degrees": (2,), "wire": ("bfloat16",)}, {"wire": "bfloat16"}),
+    "experts": (ONE | {"degrees": (2,), "expert_parallel": (4,)}, {"tp": 2, "stages": 1, "experts": 4}),
     "sequence-parallel": (ONE | {"degrees": (2,), "sequence_parallel": (True,)}, {"tp": 2, "stages": 1}),
     **{name: (TWO | {"pipelines": (name,)}, {"tp": 2, "micro_batches": 4}) for name in PIPELINES},
 }

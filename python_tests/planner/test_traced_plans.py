@@ -15,8 +15,10 @@ from oases.planner import Predictor, Space, rank_plans
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
+from oases.schedule import generate
 from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called, described, with_link
+from oases.simulator.hardware import stack_costs
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")
@@ -47,6 +49,10 @@ def model(name):
 def test_a_kind_of_plan_sets_its_fields(name, kind):
     options, fields = KINDS[kind]
     hardware, world = cluster_called("4x3090")
+    if kind == "experts" and name != "olmoe":
+        with pytest.raises(UsageError, match="expert_parallel 4 must divide 4 ranks and the 0 experts of"):
+            rank_plans(model(name), hardware, world, 16, space=Space(**options))
+        return
     plans = plans_of(rank_plans(model(name), hardware, world, 16, space=Space(**options)), kind)
     if kind in ("interleaved", "zb_v") and name == "t5":  # its layers are of four kinds
         assert not plans
@@ -60,7 +66,7 @@ def test_a_kind_of_plan_sets_its_fields(name, kind):
         assert len(best.parts) == 2 * chunks_of(kind)
     found = {
         "tp": best.uniform_tp, "stages": len(best.stages), "micro_batches": best.micro_batches, "zero": best.zero,
-        "fsdp": best.fsdp, "wire": best.wire,
+        "fsdp": best.fsdp, "wire": best.wire, "experts": best.model.expert_parallel,
     }  # fmt: skip
     assert {name: found[name] for name in fields} == fields
     along = {segment.sequence_parallel for stage in best.stages for segment in stage.segments}
@@ -88,6 +94,8 @@ def test_layers_do_not_split_and_degrees_do_not_mix():
     assert best.model.num_blocks == 10, "two blocks in a layer of the encoder, three in one of the decoder"
     older = json.loads(text)
     assert older["model"].pop("token_wise")
+    assert older["model"].pop("expert_parallel") == 0
+    older["model"]["kinds"][0]["blocks"][0]["shares"][0].pop("routed")
     assert not Plan.from_json(json.dumps(older)).model.token_wise, "written before it was searched"
     with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 4 layers"):
         Plan.from_json(text.replace('"recomputed_layers": 0', '"recomputed_layers": 5'))
@@ -142,3 +150,62 @@ def test_up_to_eight_devices_are_a_node():
     assert (both.node.bytes_per_second, both.cluster.bytes_per_second) == (20e9, 1.25e9)
     with pytest.raises(UsageError, match="link 'fast' is not a rate"):
         with_link(hardware, world, "fast")
+
+
+def experts_over(degree, tp, cluster="2x8x3090", world_batch=16, **more):
+    """The best plan of 64 experts of OLMoE at these degrees, in one stage."""
+    options = {**ONE, "degrees": (tp,), "expert_parallel": (degree,), **more}
+    hardware, world = cluster_called(cluster)
+    return rank_plans(many_experts(), hardware, world, world_batch, space=Space(**options))[0]
+
+
+@functools.cache
+def many_experts():
+    sizes = {**S, "hidden_size": 256, "intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8}
+    with torch.device("meta"):
+        return trace_layers(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes)), sequence=64)
+
+
+def test_experts_over_more_ranks_take_less_memory_and_all_to_alls():
+    summed, spread = experts_over(0, 2), experts_over(8, 2)
+    shape = many_experts()
+    (kind,) = {
+        kind for kinds in shape.layer_kinds for kind in kinds if shape.with_expert_parallel(8).expert_parameters(kind)
+    }
+    experts = sum(s.parameters for s in shape.block(kind).shares if s.routed)
+    assert experts == 64 * 3 * 256 * 512
+    assert spread.model.expert_parameters(kind) == experts // 8
+    saved = summed.prediction.memory_bytes[0] - spread.prediction.memory_bytes[0]
+    spared = shape.layers * (experts // 2 - experts // 8)
+    assert 16 * spared < saved < 1.05 * 20 * spared, "weights, gradients, moments, and the buckets of gradients"
+    # A token is sent to its eight experts, and every rank of two sends half of its replica's tokens.
+    assert shape.with_expert_parallel(8).routed_bytes(kind, 2, 1) == 64 * 8 * 256 * 4 / 2
+
+
+def test_tokens_stay_inside_a_node_where_the_experts_do():
+    hardware, _ = cluster_called("2x8x3090")
+    schedule = generate("oases", 2, 2)
+    for degree, link, sharing in ((8, hardware.node, 1), (16, hardware.cluster, 1)):
+        spread = many_experts().with_expert_parallel(degree)
+        kinds = spread.layer_kinds[0]
+        costs = stack_costs(hardware, spread, kinds, 2, 4, schedule)
+        sent = spread.routed_bytes(kinds[1], 2, 2)
+        assert costs.exchanges == (0.0, link.seconds("all_to_all", degree, sent, sharing))
+        assert costs.exchanges[1] > 0
+
+
+def test_a_plan_of_experts_is_checked():
+    best = experts_over(8, 2)
+    assert best.text().endswith("experts over 8 ranks")
+    with pytest.raises(UsageError, match="expert_parallel 3 does not divide 64 experts"):
+        Plan.from_json(best.to_json().replace('"expert_parallel": 8', '"expert_parallel": 3'))
+    with pytest.raises(
+        UsageError, match="expert_parallel 32 must divide a stage's 16 ranks and be a multiple of tp 2"
+    ):
+        check(Plan.from_json(best.to_json().replace('"expert_parallel": 8', '"expert_parallel": 32')))
+    with pytest.raises(UsageError, match="zero and fsdp shard over replicas, and experts are divided over 8 ranks"):
+        check(Plan.from_json(best.to_json().replace('"zero": false', '"zero": true')))
+    with pytest.raises(UsageError, match="expert_parallel must be whole numbers of at least 0"):
+        Space(expert_parallel=(-1,))
+    free = rank_plans(many_experts(), *cluster_called("2x8x3090"), 16, space=Space(**ONE | {"zero": (False,)}))
+    assert {plan.model.expert_parallel for plan in free} > {0, 8}, "searched unless a space says otherwise"

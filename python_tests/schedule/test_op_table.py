@@ -10,6 +10,7 @@ from oases.schedule import (
     OPS,
     Op,
     ScheduleError,
+    exchanging,
     generate,
     generate_experts,
     generate_pipeline,
@@ -38,7 +39,7 @@ def test_types_and_sets_agree_with_the_table():
     everything = {*COMPUTE, *STARTS, *get_args(Message), "wait"}
     assert everything == set(OPS)
     assert {name for part in get_args(Kind) for name in get_args(part) or (part,)} == everything
-    assert {"R", "RC", "BC", "B", "W", "RE", "RN", "BE", "BN", "split", "return"} == BACKWARD
+    assert {"R", "RC", "BC", "BF", "B", "W", "RE", "RN", "BE", "BN", "split", "return"} == BACKWARD
     for name, row in OPS.items():
         assert row.name == name
         assert row.about
@@ -89,11 +90,12 @@ def run_blocks(schedule):  # noqa: C901
     flying, done, backward = {}, set(), False
     again = {(op.kind, op.block, op.sub_batch) for op in schedule if op.kind in ("R", "RC")}
     apart = {(op.block, op.sub_batch) for op in schedule if op.kind == "BC"}
+    pieces = {(op.block, op.sub_batch) for op in schedule if op.kind == "D"}
     for op in schedule:
         kind, b, s, of = op
         everyone = subs if b in schedule.joint else [s]
         done_once(done, op)
-        if kind in ("R", "RC", "BC", "B", "W") or of in ("R", "RC", "BC", "B"):
+        if kind in ("R", "RC", "BC", "BF", "BE", "B", "W") or of in ("R", "RC", "BC", "BF", "BE", "B"):
             backward = True
         elif backward:
             raise StuckError("the loss")
@@ -102,6 +104,16 @@ def run_blocks(schedule):  # noqa: C901
             if (kind == "all_gather") != value.startswith("part") or (kind == "all_reduce") == gathered:
                 raise StuckError(op)
             flying[of, b, s] = take(held, value, b, s)
+        elif kind == "all_to_all":
+            flying[of, b, s] = take(held, f"sent by {of}", b, s)
+        elif kind == "wait" and of in ("D", "E", "BF", "BE"):
+            held[f"arrived from {of}", b, s] = take(flying, of, b, s)
+        elif kind == "D":
+            held["sent by D", b, s] = read(held, "h", b, s)
+        elif kind == "E":
+            held["sent by E", b, s] = read(held, "arrived from D", b, s)
+        elif kind == "BE":
+            held["sent by BE", b, s] = read(held, "arrived from BF", b, s)
         elif kind == "wait":
             take(flying, of, b, s)
             into = {
@@ -112,6 +124,8 @@ def run_blocks(schedule):  # noqa: C901
         elif kind == "F":
             for each in everyone:
                 read(held, "h", b, each)
+                if (b, s) in pieces:
+                    read(held, "arrived from E", b, s)
                 held["y", b, each] = held["F", b, each] = 1
         elif kind == "C":
             read(held, "sum", b, s)
@@ -124,12 +138,16 @@ def run_blocks(schedule):  # noqa: C901
         elif kind == "RC":
             read(held, "sum again", b, s)
             held["graph of C", b, s] = held["part again", b, s] = 1
-        elif kind == "BC" or (kind == "B" and not (gathered or b in schedule.joint or (b, s) in apart)):
+        elif kind == "BC" or (kind in ("BF", "B") and not (gathered or b in schedule.joint or (b, s) in apart)):
             read(held, "graph of C" if ("RC", b, s) in again else "C", b, s)
             if b < n - 1:
                 read(held, "sum of g", b + 1, s)
             held["part of g" if gathered else "g of y", b, s] = 1
-        if kind == "B":
+        if kind == "BF":
+            held["sent by BF", b, s] = read(held, "g of y", b, s)
+        elif kind == "B":
+            if (b, s) in pieces:
+                read(held, "arrived from BE", b, s)
             for each in everyone:
                 read(held, "g of y", b, each)
                 read(held, "graph" if ("R", b, s) in again else "F", b, s)
@@ -263,6 +281,8 @@ LISTS = [
     sequence_parallel(generate("oases", 3, 3, 1)),
     sequence_parallel(generate("sub_pipelined", 4, 2, "full")),
     along_sequence(3, 2, (0, 2), "full"),
+    exchanging(generate("oases", 3, 2), (1,)),
+    exchanging(generate("cross_pass", 2, 3), (0, 1)),
     generate_experts("plain", 3),
     generate_experts("blocking", 2, True),
     generate_experts("block_wise", 3, True),

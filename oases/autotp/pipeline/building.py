@@ -20,6 +20,7 @@ from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
 from oases.schedule import Schedule
 from oases.schedule.pipeline import resolve_pipeline
 
@@ -138,6 +139,16 @@ def planned_dtype(plan: Plan | None, dtype: torch.dtype | None) -> torch.dtype |
             f"plan: it is for a model in {planned}, and dtype is {dtype}; leave dtype out, or plan for {dtype}"
         )
     return dtype if planned == torch.float32 else planned
+
+
+def planned_experts(plan: Plan | None, experts: str, degree: int | None) -> tuple[str, int | None]:
+    """Mode and degree of experts: the plan's where it has a degree. UsageError for another than the plan's."""
+    if plan is None or isinstance(plan.model, ModelShape) or not plan.model.expert_parallel:
+        return experts, degree
+    planned = plan.model.expert_parallel
+    if degree not in (None, planned):
+        raise UsageError(f"plan: its experts are divided over {planned} ranks, and expert_parallel is {degree}")
+    return "balanced", planned
 
 
 def _is_staged(plan: Plan, mesh: Any, names: Sequence[str]) -> bool:
