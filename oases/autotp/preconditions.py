@@ -251,7 +251,7 @@ def require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) ->
         return
     for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
         kinds = planned.layer_kinds[planned.layer_order[layer]]
-        wanted = sum(planned.block_parameters(kind, 1) for kind in kinds)
+        wanted = sum(share.parameters for kind in kinds for share in planned.block(kind).shares)
         found = sum(parameter.numel() for parameter in call.module.parameters())
         if wanted != found:
             raise UsageError(

@@ -371,7 +371,7 @@ class LayeredModel:
         picked = [layer * old // count for layer in range(count)]
         owners = [at for at, each in enumerate(self.lists) for _ in range(each.layers)]
         lists = {at: len(list(run)) for at, run in groupby(owners[layer] for layer in picked)}
-        a_layer = [sum(self.block_parameters(kind, 1) for kind in kinds) for kinds in self.layer_kinds]
+        a_layer = [sum(s.parameters for kind in kinds for s in self.block(kind).shares) for kinds in self.layer_kinds]
         inside = [sum(a_layer[kind] for kind in order) for order in (self.order, [self.order[p] for p in picked])]
         return replace(
             self, order=tuple(self.order[layer] for layer in picked),
