@@ -60,7 +60,7 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
     beside_gpt: bool = option(False, "with --model: also run the built-in GPT of the same sizes")
     experts_mode: str = option(
         "sharded",
-        "with --model: experts as in oases.parallelize(experts=); all-to-alls of balanced ones count as compute alone",
+        "with --model: experts as in oases.parallelize(experts=); all-to-alls of balanced ones count as compute",
         EXPERT_MODES,
     )
     ratio: str = option(

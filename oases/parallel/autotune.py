@@ -1,7 +1,9 @@
 """Autotuning by measurement: candidates (a stack's schedules, a layer's chunk counts), "off" among them, take turns.
 
 After each round the ranks agree on the slowest rank's times, and candidates that are clearly slower drop out: most of
-the turns go to those that are hard to tell apart. More sub-batches are tried only where fewer are not clearly slower.
+the turns go to those that are hard to tell apart. What is clear depends on how much turns of one candidate differ: a
+step of milliseconds may take twice as long in the next turn. In doubt nothing overlaps. More sub-batches are tried
+only where fewer are not clearly slower.
 A stack measures its first training steps: all schedules compute the same gradients, in sums of another order. So that
 later runs on the same machine have the same losses to the bit, the choice is cached in a small file together with the
 turns that led to it, and a later run repeats both without measuring. Under torch.use_deterministic_algorithms(True)
@@ -35,9 +37,11 @@ ROUNDS = 16
 """Most measured turns of a candidate, after a warm-up turn."""
 SLACK, LEAST_SLACK = 0.25, 0.02
 """Part by which a candidate may be slower than the fastest after n rounds: SLACK / n, at least the second."""
+SURE = 2.0
+"""Standard deviations of a difference of medians by which a candidate is clearly slower."""
 PROMISING = 1.1
 """Most time over the fastest's of a candidate with fewer sub-batches for which more are tried."""
-BUDGET = 4.0
+BUDGET = 3.0
 """Steps' worth of time that a stack may lose to slower candidates, over all shapes of its input, before it tries no
 further ones; those under way stay."""
 MARGIN = 0.98
@@ -178,32 +182,36 @@ class Autotune(Generic[Candidate]):
 
     def _end_round(self, done: int) -> None:
         mine = {label: statistics.median(self.times[label][1:]) for label in self._left}
-        everyone: list[Any] = [mine] * group_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)  # as objects: NCCL does not send CPU tensors
-        medians = {label: max(each[label] for each in everyone) for label in mine}
+        said = mine, math.sqrt(2 / done) * spread([self.times[label][: done + 1] for label in self._left])
+        everyone: list[Any] = [said] * group_size(self.group)
+        dist.all_gather_object(everyone, said, group=self.group)  # as objects: NCCL does not send CPU tensors
+        medians = {label: max(each[label] for each, _ in everyone) for label in mine}
+        doubt = max(each for _, each in everyone)
         self._medians |= medians
         fastest = min(medians.values())
-        lost = sum(each / fastest - 1 for each in medians.values())
+        lost = sum(max(0.0, each / fastest - 1 - doubt) for each in medians.values())
         self.budget.steps -= lost * (2 if done == 1 else 1)  # the first with the warm-up's
-        slack = 1 + (max(SLACK / done, LEAST_SLACK) if self.budget.steps > 0 else LEAST_SLACK)
+        slack = 1 + max(SLACK / done, LEAST_SLACK, SURE * doubt)
         self._left = [label for label in self._left if medians[label] <= slack * fastest]
         off = next(iter(self.candidates)) if self.has_off else None
         others = [medians[label] for label in self._wave if label in self._left and label != off]
         more = self._waves and min(others, default=math.inf) <= PROMISING * fastest
-        if more and self.budget.steps > 0:
+        if more and self.budget.steps > 0 and (doubt <= PROMISING - 1 or len(self._left) == 1):
             self._wave = self._waves.pop(0)
             self._left += self._wave
-        elif len(self._left) == 1 or done == self.rounds:
-            self._choose()
+        elif len(self._left) == 1 or done == self.rounds or self.budget.steps <= 0:
+            self._choose(doubt)
 
-    def _choose(self) -> None:
+    def _choose(self, doubt: float) -> None:
+        """Choose the fastest. doubt: standard deviation of a difference of medians, relative."""
         exact = [label for label in [*self.candidates][: self.exact] if label in self._medians]
         best = min(self._left, key=self._medians.__getitem__)
         if exact and best not in exact:
             other = min(exact, key=self._medians.__getitem__)
             best = best if self._medians[best] <= MARGIN * self._medians[other] else other
         off = next(iter(self.candidates))
-        if self.has_off and self._medians[best] > MARGIN * self._medians[off]:
+        margin = min(MARGIN, 1 - doubt) if off in self._left else MARGIN
+        if self.has_off and self._medians[best] > margin * self._medians[off]:
             best = off
         self._chosen = best
         if self.keep and group_rank(self.group) == 0:
@@ -227,6 +235,26 @@ class Autotune(Generic[Candidate]):
             _write(self.key, self.resumed, chosen)
             return Begun(self.resumed, self.resumed, chosen)
         return Begun(self.resumed, self.resumed)
+
+
+def spread(turns: Sequence[Sequence[float]]) -> float:
+    """Relative standard deviation of a turn: what differs by neither candidate nor round. turns: of each candidate.
+
+    Few turns tell little of it, so it is estimated higher the fewer there are.
+    """
+    logs = [[math.log(max(seconds, 1e-12)) for seconds in each] for each in turns]
+    many, rounds = len(logs), len(logs[0])
+    if many < 2 or rounds < 2:
+        return 0.0
+    whole = statistics.fmean(value for each in logs for value in each)
+    of_round = [statistics.fmean(column) - whole for column in zip(*logs, strict=True)]
+    squares = sum(
+        (value - statistics.fmean(each) - common) ** 2
+        for each in logs
+        for value, common in zip(each, of_round, strict=True)
+    )
+    free = (many - 1) * (rounds - 1)
+    return math.sqrt(squares / free) * (1 + 4 / free)
 
 
 def _read(key: str) -> Begun:

@@ -4,6 +4,14 @@ from mutation_list.mutation import Mutation
 
 CHOICES = (
     Mutation(
+        "autotune_believes_every_turn",
+        "oases/parallel/autotune.py",
+        "        doubt = max(each for _, each in everyone)\n",
+        "        doubt = 0.0\n",
+        ("parallel/test_autotune.py::test_noise_does_not_choose",),
+        "One slow turn of a step of milliseconds, in which turns differ by half, decides that it overlaps.",
+    ),
+    Mutation(
         "autotune_picks_the_slowest",
         "oases/parallel/autotune.py",
         "min(self._left, key=self._medians.__getitem__)",

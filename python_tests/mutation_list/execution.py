@@ -49,8 +49,8 @@ EXECUTION = (
     Mutation(
         "recompute_reads_forward_graph",
         "oases/parallel/blocks.py",
-        "graph=deferred is not None and not again)",
-        "graph=deferred is not None)",
+        "        graph = deferred is not None and not again\n",
+        "        graph = deferred is not None\n",
         (
             "parallel/test_execution.py::test_the_row_parallel_product_is_not_recomputed",
             "parallel/test_execution.py::test_recomputation_keeps_block_inputs_alone",
@@ -353,5 +353,21 @@ EXECUTION = (
         "return self.members_of(stage)[-1 - self.rank]\n",
         ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
         "Tensor-parallel ranks exchange messages with another rank of the next stage.",
+    ),
+    Mutation(
+        "exchange_waits_for_tokens_at_once",
+        "oases/schedule/exchange.py",
+        "        if 0 < now <= len(order):\n            s = order[now - 1]\n",
+        "        if now < len(order):\n            s = order[now]\n",
+        ("schedule/test_exchange.py::test_an_all_to_all_is_hidden_under_other_sub_batches",),
+        "The experts of a sub-batch run right behind its router, so nothing hides the way of its tokens.",
+    ),
+    Mutation(
+        "causal_attention_forgets_gradients_of_earlier_keys",
+        "oases/parallel/attention.py",
+        "            sums[call] = gradient if held is None else held.add_(gradient)\n",
+        "            sums[call] = gradient if held is None else held\n",
+        ("parallel/test_attention.py::test_it_is_that_of_the_whole_sequence",),
+        "Keys of a sample's first tokens get the gradient of one later sub-batch instead of all.",
     ),
 )

@@ -115,6 +115,45 @@ def test_choosing_costs_less_than_a_percent_of_a_thousand_steps(monkeypatch, of_
     assert excess < 0.01 * 1000 * min(of_each)
 
 
+@pytest.mark.parametrize(
+    ("of_each", "noise", "most_off", "within"),
+    [
+        ((1.0, 1.25, 1.25, 1.8, 1.8, 3.0, 3.0), 0.45, 0.1, 1.0),  # a step of 20 ms: turns differ by half
+        ((1.0, 1.25, 1.25, 1.8, 1.8, 3.0, 3.0), 0.1, 0.0, 1.0),
+        ((1.4, 1.0, 1.05, 1.02, 1.05, 1.2, 1.2), 0.07, 1.0, 1.051),  # a second: turns differ by a few percent
+        ((1.4, 1.1, 1.1, 1.0, 1.1, 1.1, 1.1), 0.05, 1.0, 1.02),
+        ((1.15, 1.0, 1.02, 1.1, 1.1, 1.3, 1.3), 0.07, 1.0, 1.021),
+    ],
+)
+def test_noise_does_not_choose(monkeypatch, of_each, noise, most_off, within):
+    """Of 200 seeds at most a share choose what overlaps where that is slower, and 95 % what is nearly the fastest."""
+    monkeypatch.setattr(autotune, "group_size", lambda group: 2)
+    monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    seconds = dict(zip("abcdefg", of_each, strict=True))
+    wrong, near, excess = 0, 0, []
+    for seed in range(200):
+        draw = random.Random(seed)
+        tuning = Autotune(dict.fromkeys(seconds, 0), None, "", has_off=True, keep=False, waves=["abc", "de", "fg"])
+        lost = 0.0
+        while tuning.choice is None:
+            lost += seconds[tuning.turn] / min(of_each) - 1
+            tuning.begin_turn().note(seconds[tuning.turn] * draw.lognormvariate(0, noise))
+        excess.append(lost)
+        wrong += tuning.chosen != "a"
+        near += seconds[tuning.chosen] <= within * min(of_each)
+    assert wrong <= most_off * 200
+    assert near >= 0.9 * 200
+    assert sorted(excess)[190] < 10, "steps: a percent of a thousand"
+
+
+def test_spread_is_what_neither_candidate_nor_round_explains():
+    assert autotune.spread([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]) == pytest.approx(0.0)
+    draw = random.Random(1)
+    turns = [[level * draw.lognormvariate(0, 0.2) for _ in range(200)] for level in (1.0, 3.0, 0.5)]
+    assert autotune.spread(turns) == pytest.approx(0.2, rel=0.1)
+    assert autotune.spread([[1.0, 2.0]]) == autotune.spread([[1.0], [2.0]]) == 0.0
+
+
 @pytest.mark.parametrize("lengths", [range(1, 2000), [10**6, 10, 3000] * 700])
 def test_choosing_for_many_shapes_costs_no_more(monkeypatch, tmp_path, lengths):
     """Every power of two of the length is another shape; candidates but the best take 1.5 times as long."""
