@@ -126,7 +126,7 @@ def test_choosing_costs_less_than_a_percent_of_a_thousand_steps(monkeypatch, of_
     ],
 )
 def test_noise_does_not_choose(monkeypatch, of_each, noise, most_off, within):
-    """Of 200 seeds at most a share choose what overlaps where that is slower, and 95 % what is nearly the fastest."""
+    """Shares of 200 seeds: few choose what overlaps where that is slower, most what is nearly the fastest."""
     monkeypatch.setattr(autotune, "group_size", lambda group: 2)
     monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
     seconds = dict(zip("abcdefg", of_each, strict=True))
