@@ -69,9 +69,9 @@ def bidirectional(length=11):
         ("llama", {"sub_batches": 3}, ()),
         ("gpt2", {"recompute": "full"}, ()),
         ("opt", {"sub_batches": 3, "recompute": "full"}, ()),  # its MLP's sum is of [batch * sequence, hidden]
-        ("qwen3", {}, ()),  # few key heads
-        ("mistral", {}, ()),  # a window in the mask
-        ("gemma2", {}, (0, 2)),  # attention of matmuls
+        pytest.param("qwen3", {}, (), marks=pytest.mark.slow),  # few key heads
+        pytest.param("mistral", {}, (), marks=pytest.mark.slow),  # a window in the mask
+        pytest.param("gemma2", {}, (0, 2), marks=pytest.mark.slow),  # attention of matmuls
     ],
 )
 def test_gradients_are_those_of_one_process(two_ranks, name, options, joint):
