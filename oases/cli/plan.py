@@ -23,7 +23,7 @@ from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
-from oases.plans.shape import LOSSY, ModelShape
+from oases.plans.shape import LOSSY
 from oases.schedule.pipeline import name_of
 from oases.simulator.cluster import described
 from oases.simulator.hardware import Hardware
@@ -63,7 +63,7 @@ def title(plan: Plan) -> str:
     """Title line: model, devices, stages and micro-batches."""
     stages = f"{len(plan.stages)} pipeline stages ({name_of(plan.pipeline)}), " if len(plan.stages) > 1 else ""
     micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
-    ep = 0 if isinstance(plan.model, ModelShape) else plan.model.expert_parallel
+    ep = plan.model.expert_parallel
     return (
         f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
         f"{plan.world} devices: {stages}{micro} of {plan.global_batch // plan.micro_batches} samples"

@@ -30,9 +30,8 @@ class AllToAll(Protocol):
 class Exchange(Protocol):
     """A sub-batch of a block that sends tokens to experts, made by `block.exchange(order, *values)`.
 
-    order: hash of the schedule, which all ranks must run alike.
-
-    dispatch, combine: to the experts' ranks and back, from `route` on.
+    order: hash of the schedule, which all ranks must run alike. dispatch, combine: all-to-alls to the experts' ranks
+    and back, from `route` on.
     """
 
     dispatch: AllToAll

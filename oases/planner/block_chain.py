@@ -13,7 +13,7 @@ from oases.errors import UsageError
 from oases.planner.space import Space
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
-from oases.plans.shape import AnyKind, ModelShape
+from oases.plans.shape import AnyKind
 from oases.schedule import WHOLE, exchanging
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
@@ -177,7 +177,7 @@ class StackTimings:
 
     def ways(self, tp: int, samples: float) -> list[Way]:
         """Ways in which such a stack can run."""
-        if tp == 1 and (isinstance(self.model, ModelShape) or not self.model.expert_parallel):
+        if tp == 1 and not self.model.expert_parallel:
             return [Way("fine_grained", 1)]  # nothing is sent, so nothing is cut
         whole = [Way(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]

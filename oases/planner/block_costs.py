@@ -14,7 +14,6 @@ from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
-from oases.plans.layered import LayeredModel
 from oases.plans.shape import GRADIENT_BYTES, AnyKind
 
 State: TypeAlias = tuple[int, bool]
@@ -97,7 +96,7 @@ class BlockCosts:
         else:
             experts = self.model.expert_parameters(kind) * self.model.element_bytes
             summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes - experts, tp)
-            if isinstance(self.model, LayeredModel) and experts:
+            if experts:
                 degree = self.model.expert_parallel
                 alike = self.setting.stage_ranks // degree
                 summed += self.hardware.collective_seconds("all_reduce", alike, experts, degree)

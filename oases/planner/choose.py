@@ -16,7 +16,6 @@ from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, only_earlier, settings, variants
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text
 
@@ -231,7 +230,7 @@ def _searches(
         return found
     raise why or UsageError(
         f"expert_parallel {', '.join(map(str, space.expert_parallel))} must divide {world} ranks and the "
-        f"{0 if isinstance(model, ModelShape) else model.num_experts} experts of {model.name}; leave it out"
+        f"{model.num_experts} experts of {model.name}; leave it out"
     )
 
 

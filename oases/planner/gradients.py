@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from oases.planner.memory import embedding_segment, end_parameters
-from oases.plans.layered import LayeredModel
 from oases.plans.plan import BUCKET_BYTES, Part, Plan
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS
 from oases.simulator.hardware import Hardware
@@ -90,7 +89,7 @@ class Gradients:
                     experts = self.model.expert_parameters(kind)
                     dense = self.model.block_parameters(kind, segment.tp) - experts
                     lanes.setdefault(segment.tp, []).append((place, dense * GRADIENT_BYTES))
-                    if isinstance(self.model, LayeredModel) and experts:
+                    if experts:
                         degree = self.model.expert_parallel
                         lanes.setdefault(degree, []).append((place, experts * GRADIENT_BYTES))
         outside = end_parameters(self.plan, self.number)

@@ -119,8 +119,7 @@ class Setting:
 
     def _divides_experts(self, model: Model, tp: int) -> bool:
         """Whether experts are divided over more ranks than tensor parallelism has, and their state is not sharded."""
-        degree = 0 if isinstance(model, ModelShape) else model.expert_parallel
-        whole = not self.zero and not self.fsdp
+        degree, whole = model.expert_parallel, not self.zero and not self.fsdp
         return not degree or (whole and degree > tp and self.stage_ranks % degree == degree % tp == 0)
 
     def held(self, stage: int) -> tuple[tuple[int, int], ...]:
@@ -207,7 +206,7 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
 
 def variants(model: Model, world: int, space: Space) -> Iterator[Model]:
     """The model with its experts divided over each number of ranks that the space has and that fits."""
-    experts = 0 if isinstance(model, ModelShape) else model.num_experts
+    experts = model.num_experts
     for degree in space.expert_parallel or (0, *(2**power for power in range(1, world.bit_length()))):
         if degree == 0:
             yield model

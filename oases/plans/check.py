@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from oases.errors import UsageError
-from oases.plans.layered import LayeredModel, Model
+from oases.plans.layered import Model
 from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import Experts
 from oases.schedule import Schedule, is_text
@@ -64,7 +64,7 @@ def check(plan: Plan) -> None:
             )
     if plan.experts is not None:
         _check_experts(plan, plan.experts)
-    if isinstance(plan.model, LayeredModel) and plan.model.expert_parallel:
+    if plan.model.expert_parallel:
         _check_expert_degree(plan, plan.model.expert_parallel)
 
 

@@ -317,7 +317,7 @@ class Plan:
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         how = [name_of(self.pipeline)] if len(self.stages) > 1 else []
         how += [f"{self.experts.experts} experts"] if self.experts is not None else []
-        if not isinstance(self.model, ModelShape) and self.model.expert_parallel:
+        if self.model.expert_parallel:
             how += [f"experts over {self.model.expert_parallel} ranks"]
         return "; ".join(
             [

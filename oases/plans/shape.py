@@ -77,6 +77,8 @@ class ModelShape:
 
     mixed: ClassVar[bool] = True
     token_wise: ClassVar[bool] = True
+    num_experts: ClassVar[int] = 0
+    expert_parallel: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "sequence", "vocabulary"):

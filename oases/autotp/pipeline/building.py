@@ -20,7 +20,6 @@ from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
-from oases.plans.shape import ModelShape
 from oases.schedule import Schedule
 from oases.schedule.pipeline import resolve_pipeline
 
@@ -143,7 +142,7 @@ def planned_dtype(plan: Plan | None, dtype: torch.dtype | None) -> torch.dtype |
 
 def planned_experts(plan: Plan | None, experts: str, degree: int | None) -> tuple[str, int | None]:
     """Mode and degree of experts: the plan's where it has a degree. UsageError for another than the plan's."""
-    if plan is None or isinstance(plan.model, ModelShape) or not plan.model.expert_parallel:
+    if plan is None or not plan.model.expert_parallel:
         return experts, degree
     planned = plan.model.expert_parallel
     if degree not in (None, planned):
