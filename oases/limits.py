@@ -37,20 +37,20 @@ class Limit(NamedTuple):
     most: float
 
 
-_WIDTH = Limit(0, 2**20)
-_RANKS = Limit(0, 2**16)
-_SAMPLES = Limit(0, 2**22)
+_RANKS = Limit(1, 2**16)
+_SAMPLES = Limit(1, 2**22)
 _POSITIVE = Limit(0.0, _FLOAT)
 
 LIMITS: dict[str, Limit] = {
     # Model.
-    **dict.fromkeys(("hidden", "expert_hidden", "shared_hidden", "intermediate", "width", "head_size"), _WIDTH),
-    "layers": Limit(0, MOST_LAYERS),
+    "hidden": Limit(1, 2**20),
+    **dict.fromkeys(("expert_hidden", "shared_hidden", "intermediate", "width", "head_size"), Limit(0, 2**20)),
+    "layers": Limit(1, MOST_LAYERS),
     "blocks": Limit(0, 2 * MOST_LAYERS),
     "num_blocks": Limit(0, 2 * MOST_LAYERS),
     "recomputed_layers": Limit(0, MOST_LAYERS),
     **dict.fromkeys(("heads", "kv_heads"), Limit(0, 2**16)),
-    "sequence": Limit(0, 2**24),
+    "sequence": Limit(1, 2**24),
     "vocabulary": Limit(0, 2**27),
     **dict.fromkeys(("experts", "top_k", "lora_rank"), Limit(0, 2**14)),
     "expert_memory": Limit(-1, 2**60),
@@ -60,23 +60,24 @@ LIMITS: dict[str, Limit] = {
     ),
     # Batch and time.
     **dict.fromkeys(("batch", "global_batch", "samples", "tokens", "negatives"), _SAMPLES),
-    "micro_batches": Limit(0, 2**16),
+    "micro_batches": Limit(1, 2**16),
     "sub_batches": Limit(0, 2**12),
     **dict.fromkeys(
         (
-            "steps", "train_steps", "warmup", "decay_steps", "validation_batches", "evaluate_every",
-            "checkpoint_every", "memory_every", "print_every", "keep",
+            "train_steps", "warmup", "decay_steps", "evaluate_every", "checkpoint_every", "memory_every",
+            "print_every", "keep",
         ),
         Limit(0, _STEPS),
     ),
+    **dict.fromkeys(("steps", "validation_batches"), Limit(1, _STEPS)),
     "learning_rate_floor": Limit(0.0, 1.0),
     **dict.fromkeys(("clip", "spike", "peak_flops"), _POSITIVE),
     "seed": Limit(0, 2**63 - 1),
     "max_restarts": Limit(0, 10**6),
     "timeout": Limit(0.0, 1e6),
     # Ranks.
-    **dict.fromkeys(("tp", "dp", "pp", "data", "pipeline", "tensor", "stages", "degrees", "expert_parallel"), _RANKS),
-    "nodes": Limit(0, 2**16),
+    **dict.fromkeys(("tp", "dp", "pp", "data", "pipeline", "stages", "degrees", "nodes"), _RANKS),
+    **dict.fromkeys(("tensor", "expert_parallel"), Limit(0, 2**16)),
     **dict.fromkeys(("world", "ranks_per_node"), Limit(0, 10**7)),
     "memory": Limit(0, 2**60),
     # Benchmarks and replayed loads.
@@ -139,8 +140,9 @@ def _require_argument(flag: str, text: str) -> None:
         number = int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
         return  # not a number: the parser says what is expected
-    whole = number == number // 1  # "1e9", which the parser takes for no number
-    if whole and (found := fault(name, int(number), flag)):
+    # "1e9", which the parser takes for no number, counts; "0.5" and "inf" are no counts.
+    number = int(number) if number == number // 1 else number
+    if found := fault(name, number, flag):
         raise UsageError(found)
 
 

@@ -210,6 +210,9 @@ def test_a_replay_takes_sizes_within_limits_only(capsys, tmp_path):
     [
         (["train", "--layers", "1e9"], "--layers must be at most 4096, got 1000000000"),
         (["train", "--layers=1000000000"], "--layers must be at most 4096, got 1000000000"),
+        (["train", "--hidden", "0.5"], "--hidden must be a whole number, got 0.5"),
+        (["plan", "--layers=0"], "--layers must be at least 1, got 0"),
+        (["bench", "overlap", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["profile", "--degrees", f"1,{DIGITS}"], "--degrees must be at most 65536, got a number of 5000 digits"),
         (["bench", "overlap", "--schedules", ",".join(["oases"] * 5000)], "--schedules takes at most 1000 values"),
         (["bench", "overlap", "--wires=,"], "--wires names nothing: ','"),

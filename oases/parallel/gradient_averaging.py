@@ -173,10 +173,11 @@ class GradientAverager:
     def finish(self) -> None:
         """Send the other buckets and replace all gradients by the averages."""
         self._active = False
-        for lane in self._lanes:
-            lane.send(flush=True)
-        for lane in self._lanes:
-            lane.receive()
+        with told(self.groups, "the average of gradients"):
+            for lane in self._lanes:
+                lane.send(flush=True)
+            for lane in self._lanes:
+                lane.receive()
 
     def begin_pass(self, part: int | None) -> None:
         """Do nothing: gradients of a pass accumulate."""

@@ -41,7 +41,6 @@ _SET_BY_PLAN = (
     "zero", "fsdp",
 )  # fmt: skip
 """Options that only the plan sets."""
-_AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,6 @@ class TrainConfig(ExpertOptions):
         super().__post_init__()
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
         self.require_experts()
-        for name in _AT_LEAST_1:
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.learning_rate == 0:
             raise UsageError(f"learning_rate must be above 0, got {self.learning_rate}")
         require_device(self.device)
