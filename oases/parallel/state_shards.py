@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -94,6 +94,9 @@ class StateShard(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Copy a shard; UsageError for other ops."""
+        if function._schema.name == "aten::new_empty" and tuple(args[1]) == args[0].shape:  # of async_save
+            (this, _) = args
+            return StateShard(this.local.new_empty(this.local.shape, **(kwargs or {})), this.shape, this.pieces)
         if function._schema.name in _REWRAPPED:
             (this, *rest) = args
             return StateShard(function(this.local, *rest, **(kwargs or {})), this.shape, this.pieces)
@@ -195,10 +198,11 @@ def install(registered: Registered) -> None:
         _installed = True
         base = "torch.distributed.checkpoint."
         after_import(base + "state_dict", _replace_state_dicts)
-        after_import(base + "state_dict_saver", lambda saver: _check_argument(saver, registered, "_save_state_dict"))
-        after_import(
-            base + "state_dict_loader", lambda loader: _check_argument(loader, registered, "_load_state_dict")
-        )
+        # async_save copies before it saves: what it is given is seen where objects become their state dicts.
+        for module, function in (
+            ("saver", "_save_state_dict"), ("saver", "_stateful_to_state_dict"), ("loader", "_load_state_dict"),
+        ):  # fmt: skip
+            after_import(f"{base}state_dict_{module}", partial(_check, registered=registered, name=function))
 
 
 _installed = False
@@ -294,8 +298,8 @@ def _replace_state_dicts(module: Any) -> None:
     module._load_model_state_dict, module._load_optim_state_dict = set_model_shards, set_optimizer_shards
 
 
-def _check_argument(module: Any, registered: Registered, name: str) -> None:
-    """Put a check that a state dict has no shards as plain tensors before a function of torch."""
+def _check(module: Any, *, registered: Registered, name: str) -> None:
+    """Check that a state dict that a function of torch takes or makes has no shards as plain tensors."""
     function = getattr(module, name)
 
     @wraps(function)
@@ -306,7 +310,9 @@ def _check_argument(module: Any, registered: Registered, name: str) -> None:
             if not hasattr(parameter, "to_local") and parameter.numel()
         }
         _require_no_shards(state_dict, storages, "")
-        return function(state_dict, *args, **kwargs)
+        result = function(state_dict, *args, **kwargs)
+        _require_no_shards(result, storages, "")
+        return result
 
     setattr(module, name, checked)
 

@@ -33,15 +33,20 @@ def steps(model, optimizer, data, number):
     return losses
 
 
-def saved_and_loaded(name, folder, options):
+def saved_and_loaded(name, folder, options, at_once=True):
     options = StateDictOptions(**options)
     data = batch(name)
     model, optimizer = started(name, 0)
     steps(model, optimizer, data, 2)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
     sharded = [key for key, value in state["model"].items() if isinstance(value, StateShard)]
-    dcp.save(state, checkpoint_id=folder)
-    expected = steps(model, optimizer, data, 2)
+    if at_once:
+        dcp.save(state, checkpoint_id=folder)
+        expected = steps(model, optimizer, data, 2)
+    else:
+        written = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+        expected = steps(model, optimizer, data, 2)
+        written.result()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     found = []
     for group in (None, alone):
@@ -73,6 +78,12 @@ def test_a_run_goes_on_at_the_same_and_at_another_degree(two_ranks, tmp_path, na
         assert any("embed" in key or "wte" in key for key in sharded)
 
 
+def test_a_run_that_saves_while_it_trains(two_ranks, tmp_path):
+    for expected, (same, alone), _ in two_ranks.run(saved_and_loaded, "llama", str(tmp_path / "saved"), {}, False):
+        assert same == expected
+        assert alone == pytest.approx(expected, rel=1e-4)
+
+
 def check_refusals(folder):
     model, optimizer = started("llama", 0)
     message = r"this rank's shard of a tensor .*get_state_dict\(model, optimizer\)"
@@ -80,6 +91,9 @@ def check_refusals(folder):
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     with pytest.raises(UsageError, match=message):
         dcp.save({"model": model}, checkpoint_id=folder)
+    for state in (model.state_dict(), model):
+        with pytest.raises(UsageError, match=message):
+            dcp.async_save({"model": state}, checkpoint_id=folder)
     with pytest.raises(UsageError, match=message):
         dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     with pytest.raises(UsageError, match=r"full_state_dict=True is not available .*oases\.full_state_dict"):
