@@ -8,6 +8,7 @@
 
 #include "experts.h"
 #include "kernels.h"
+#include "nodes_backend.h"
 #include "pieces.h"
 #include "quantized_backend.h"
 #include "scheduler.h"
@@ -152,6 +153,11 @@ void register_pieces(py::module_& module) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of oases: the overlap scheduler, the sim backend and the torch.library ops.";
+  oases::join_thread = [](std::thread& thread) {
+    if (!Py_IsInitialized() || !PyGILState_Check()) return thread.join();
+    const py::gil_scoped_release released;
+    thread.join();
+  };
 
   py::class_<oases::TicketRecord>(module, "TicketRecord",
                                   "Cost of one collective; times in monotonic seconds.")
@@ -291,6 +297,15 @@ PYBIND11_MODULE(_C, module) {
                  }),
              py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              "A backend for the ranks of one machine, through shared memory; all ranks make it together.");
+  module.def(
+      "nodes_backend",
+      [](const c10::intrusive_ptr<c10d::Backend>& whole, const c10::intrusive_ptr<c10d::Backend>& local,
+         const c10::intrusive_ptr<c10d::Backend>& across,
+         std::vector<std::vector<int64_t>> ranks) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<oases::NodesBackend>(whole, local, across, std::move(ranks));
+      },
+      py::arg("whole"), py::arg("local"), py::arg("across"), py::arg("ranks"),
+      "A backend over several machines: sums and gathers by `local` within each, then by `across`.");
   module.def(
       "register_stream_words",
       [](const std::string& type, const py::capsule& words) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "join_thread.h"
 #include "staged_tensors.h"
 
 namespace oases {
@@ -30,7 +31,7 @@ StagedBackend::~StagedBackend() {
     closing_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  join_thread(thread_);
 }
 
 void StagedBackend::check_process(const char* name) const {

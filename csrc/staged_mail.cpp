@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "join_thread.h"
+
 namespace oases {
 namespace {
 // How often a wait looks whether its peers are alive.
@@ -48,7 +50,7 @@ StagedMail::~StagedMail() {
     closing_ = true;
   }
   ranks_->mail_bell(ranks_->rank()).ring();
-  thread_.join();
+  join_thread(thread_);
 }
 
 c10::intrusive_ptr<c10d::Work> StagedMail::post(std::shared_ptr<Message> message, bool sends) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "join_thread.h"
 #include "stream_words.h"
 
 namespace oases {
@@ -68,7 +69,7 @@ StreamWatch::~StreamWatch() {
     closing_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  join_thread(thread_);
 }
 
 void StreamWatch::add(std::shared_ptr<Watched> watched) {

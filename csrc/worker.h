@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "join_thread.h"
 #include "local_work.h"
 
 namespace oases {
@@ -21,7 +22,7 @@ class Worker {
       closing_ = true;
     }
     arrived_.notify_all();
-    thread_.join();
+    join_thread(thread_);
   }
 
   // Queues `run`; an exception of it ends the work.

@@ -117,9 +117,9 @@ def _register_backends() -> None:
         return
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        from oases.extension import staged_backend
+        from oases.execution.group import make_staged
 
-        return staged_backend(store, rank, size, timeout)
+        return make_staged(store, rank, size, timeout)
 
     dist.Backend.register_backend("staged", create, devices=["cpu", "cuda"])
 

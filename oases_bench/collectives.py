@@ -1,4 +1,4 @@
-"""Collectives of this machine's ranks, backend beside backend: time of a call, and the bandwidth of the bus.
+"""Collectives of a machine's ranks or of nodes, backend beside backend: time of a call, and bandwidth of the bus.
 
 A bandwidth is that of nccl-tests: the bytes that a rank must send, whatever the algorithm, over the time of a call.
 Calls of a size are made one after the other, several at a time, and backends take turns.
@@ -54,9 +54,9 @@ class CollectivesBenchConfig(BenchConfig):
         require_bytes({"tensors (--kilobytes)": 3 * max(self.sizes)}, "the largest size")
 
     def prepared(self, ranks: Ranks) -> CollectivesBenchConfig:
-        """UsageError where ranks do not share one machine's memory."""
-        if ranks.link is not None or ranks.nodes != 1:
-            raise UsageError("collectives are compared within a machine; leave out --link and --nodes")
+        """UsageError for a link within a node, where ranks share memory."""
+        if ranks.link is not None and ranks.nodes == 1:
+            raise UsageError("ranks of one machine share memory; leave out --link, or give --nodes as well")
         return self
 
     @property
@@ -152,7 +152,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
 
 BENCHMARK = Benchmark(
     "collectives",
-    "collectives within a machine: the backend staged, through shared memory, beside gloo",
+    "collectives within and between nodes: the backend staged, through shared memory, beside gloo",
     CollectivesBenchConfig(),
     run_collectives_bench,
     shown,

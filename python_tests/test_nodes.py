@@ -68,8 +68,22 @@ def price_of_all_reduces():
     return {"inside": fastest((0, 1)), "across": fastest((0, 2)), "both": fastest((0, 2), (1, 3))}
 
 
+def bytes_by_backend():
+    """Bytes that rank 0's node sends in an all-reduce of 8 MB over all ranks, and the sum."""
+    found = {}
+    for backend in ("gloo", "staged"):
+        group, x = dist.new_group(backend=backend), torch.ones(2_000_000)
+        dist.all_reduce(x, group=group)  # ranks connect
+        dist.barrier()
+        before = bytes_sent()
+        dist.all_reduce(x, group=group)
+        dist.barrier()
+        found[backend] = bytes_sent() - before, x.unique().tolist()
+    return found
+
+
 def price_and_places():
-    return price_of_all_reduces(), places()
+    return price_of_all_reduces(), places(), bytes_by_backend()
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +119,14 @@ def places():
 def test_ranks_can_tell_where_they_are(told):
     where = f"{LINK} between 2 nodes"
     assert told[1] == [[str(r), str(r % 2), "2", str(r // 2), "2", where] for r in range(4)]
+
+
+@needs_namespaces
+def test_staged_sends_a_nodes_sum_once(told):
+    by = told[2]
+    assert by["gloo"][1] == by["staged"][1] == [16.0]
+    assert 8e6 < by["staged"][0] < 1.1 * 8e6  # half of the node's sum, and half of the whole
+    assert by["gloo"][0] > 1.3 * by["staged"][0]
 
 
 def stumble_on_the_last():

@@ -1,4 +1,4 @@
-"""The backend `staged`: every collective beside gloo, and ranks that are killed at any moment."""
+"""The backend `staged`: every collective beside gloo, within a machine and over nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ import torch.distributed as dist
 from staged_cases import FLOATS, OPERATIONS, raw
 
 import oases
-from oases.launch import fork_server
-from oases.launch.agents import loopback_store
+from oases.errors import UsageError
+from oases.extension import nodes_backend, staged_backend
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.testing import RankPool
 
+HOUR = timedelta(hours=1)
 OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)
 """Types that gloo does not have, and that can be moved all the same."""
 
@@ -63,6 +63,88 @@ def test_random_collectives_are_those_of_gloo(size, pool):
 @pytest.mark.parametrize("first", range(1000, 5000, 1000))
 def test_ten_thousand_random_collectives_are_those_of_gloo(size, first, pool):
     assert pool(size).run(random_cases, first, 1000) == [1000] * size
+
+
+def on_nodes(of_rank: Sequence[int], function: Any, *arguments: Any) -> Any:
+    """Call a function as on nodes of a launcher. of_rank: each rank's node."""
+    node = of_rank[dist.get_rank()]
+    local = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(of_rank.count(node)), "WORLD_SIZE": str(len(of_rank))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in local.items():
+            patch.setenv(name, value)
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("of_rank", [[0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 2, 3]], ids=str)
+def test_random_collectives_over_nodes_are_those_of_gloo(of_rank, four_ranks):
+    assert four_ranks.run(on_nodes, of_rank, random_cases, 0, 150) == [150] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 5000, 1000))
+def test_four_thousand_random_collectives_over_nodes_are_those_of_gloo(first, four_ranks):
+    assert four_ranks.run(on_nodes, [0, 1, 1, 0], random_cases, first, 1000) == [1000] * 4
+
+
+def sums_over_nodes() -> list[bool]:
+    """Whether sums of random numbers are those of each node in the order of ranks, then of nodes, to the bit."""
+    group, equal = dist.new_group(backend="staged"), []
+    for dtype, count in itertools.product(FLOATS, (3, 999, 2_000_003)):
+        each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+        wide = torch.float32 if dtype.itemsize == 2 else dtype
+        nodes = [(each[rank].to(wide) + each[rank + 1].to(wide)).to(dtype) for rank in (0, 2)]
+        own = each[dist.get_rank()]
+        dist.all_reduce(own, group=group)
+        equal.append(torch.equal(own, (nodes[0].to(wide) + nodes[1].to(wide)).to(dtype)))
+    return equal
+
+
+def test_sums_over_nodes_have_one_order(four_ranks):
+    for equal in four_ranks.run(on_nodes, [0, 0, 1, 1], sums_over_nodes):
+        assert all(equal)
+
+
+def sums_of_four_nodes() -> list[bool]:
+    """Whether sums over four nodes of one rank, whose parts are summed in parts, are in the order of nodes."""
+    store, rank, limit = dist.PrefixStore("four", dist.distributed_c10d._get_default_store()), dist.get_rank(), HOUR
+    whole, across = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 4, limit) for name in "wa")
+    local = staged_backend(dist.PrefixStore(f"node {rank}", store), 0, 1, limit)
+    backend, equal = nodes_backend(whole, local, across, [[0], [1], [2], [3]]), []
+    for count in (1, 999, 5_000_003):  # of several pieces
+        each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+        backend.allreduce([each[rank]]).wait()
+        wanted = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+        equal.append(torch.equal(each[rank], sum(wanted)))
+    return equal
+
+
+def test_sums_of_more_than_two_nodes_are_made_in_parts(four_ranks):
+    for equal in four_ranks.run(sums_of_four_nodes):
+        assert all(equal)
+
+
+def refusals_over_nodes() -> list[str]:
+    """Errors of groups and calls that nodes cannot have."""
+    said = []
+    if dist.get_rank() < 3:
+        with pytest.raises(UsageError) as caught:
+            dist.new_group([0, 1, 2], backend="staged", use_local_synchronization=True)
+        said.append(str(caught.value))
+    group = dist.new_group(backend="staged")
+    with pytest.raises(ValueError, match="all_reduce") as refused:
+        dist.all_reduce(torch.zeros(3).to_sparse(), group=group)
+    said.append(str(refused.value).splitlines()[0])
+    with pytest.raises(ValueError, match="any rank") as refused:
+        dist.recv(torch.zeros(3), group=group)
+    said.append(str(refused.value).splitlines()[0])
+    return said
+
+
+def test_groups_that_nodes_cannot_have_are_refused(pool):
+    (uneven, layout, anyone), *_ = pool(4).run(on_nodes, [0, 0, 1, 1], refusals_over_nodes)
+    assert uneven == "staged joins as many ranks of each node, and this group has 2, 1 of them; use gloo for it"
+    assert "takes dense tensors" in layout
+    assert "name the rank" in anyone
 
 
 def moved_types() -> list[list[float]]:
@@ -211,113 +293,6 @@ def test_stacks_overlap_over_it(two_ranks):
         two_ranks.run(stack_gradients, "staged"), two_ranks.run(stack_gradients, "gloo"), strict=True
     ):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def endless(rank: int, size: int, port: int, group: int, timeout: timedelta, connection: Any) -> None:
-    """Collectives and messages for ever; sends the first error to the parent."""
-    fork_server.release_signals()
-    from oases.extension import staged_backend
-
-    torch.set_num_threads(1)
-    try:
-        store = dist.PrefixStore(str(group), dist.TCPStore("127.0.0.1", port, timeout=timeout))
-        backend = staged_backend(store, rank, size, timeout)
-        connection.send(shared_inode())
-        for seed in itertools.count():
-            case, tensor = random.Random(seed), torch.ones(random.Random(seed).choice([1, 5000, 2_000_000]))
-            if case.random() < 0.3:
-                sent = backend.send([tensor], (rank + 1) % size, 0)
-                backend.recv([torch.empty_like(tensor)], (rank - 1) % size, 0).wait()
-                sent.wait()
-            elif case.random() < 0.5:
-                backend.allreduce([tensor]).wait()
-            else:
-                backend.alltoall_base(torch.empty(size * 1000), torch.ones(size * 1000), [], []).wait()
-    except Exception as error:
-        connection.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-
-
-def kill_one(group: int, port: int, joined: bool, patience: float) -> None:
-    """Kill a rank of three at a random moment: the others must say so, and nothing may stay behind.
-
-    joined: after all have joined; otherwise a rank that nobody knows yet is found by the timeout of joining alone.
-    patience: seconds after the kill within which the others must say so.
-    """
-    chance, context, size, inodes = random.Random(group), fork_server.context(), 3, set[int]()
-    timeout = timedelta(seconds=60 if joined else 4)
-    ends, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        arguments = (fork_server.Launcher(), endless, rank, size, port, group, timeout, theirs)
-        processes.append(context.Process(target=fork_server.as_started_by, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        ends.append(ours)
-    victim = chance.randrange(size)
-    try:
-        if joined:
-            for end in ends:
-                assert end.poll(60), "ranks did not join"
-                inodes.add(end.recv())
-            assert len(inodes) == 1
-            assert holders(inodes), "what is looked for below can be seen"
-        time.sleep(chance.uniform(0, 0.2))
-        end_of_patience = time.monotonic() + patience
-        os.kill(processes[victim].pid, signal.SIGKILL)
-        for rank in set(range(size)) - {victim}:
-            said: Any = 0
-            while isinstance(said, int):
-                left = max(0.0, end_of_patience - time.monotonic())
-                assert ends[rank].poll(left), f"{group}: rank {rank} hangs after rank {victim} was killed"
-                said = ends[rank].recv()
-                inodes |= {said} if isinstance(said, int) else set()
-            named = f"rank {victim} (process {processes[victim].pid}) has ended" in said
-            # A rank that fails ends, too, and another may see that first.
-            followed = "has left the group" in said or "has ended" in said
-            never = not joined and re.search(rf"waiting for .*rank {victim}\b.* to join", said)
-            assert named or followed or never, said
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
-    assert holders(inodes) == [], "shared memory is left"
-
-
-def shared_inode() -> int:
-    """Number of the file whose memory this process has mapped for its only group."""
-    (inode,) = {
-        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "oases-st" in line
-    }
-    return inode
-
-
-def holders(inodes: set[int]) -> list[str]:
-    """Processes of this machine that have the memory of a group, mapped or as a file: without one it is freed."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = [line.split() for line in (process / "maps").read_text().splitlines() if "oases-staged" in line]
-            mapped = {int(line[4]) for line in lines}
-            files = [link for link in (process / "fd").iterdir() if "oases-staged" in os.readlink(link)]
-            opened = {link.stat().st_ino for link in files}
-        except OSError:  # it has ended, or is another user's
-            continue
-        found += [process.name] * bool((mapped | opened) & inodes)
-    return found
-
-
-def test_a_killed_rank_ends_the_waits_of_the_others():
-    store = loopback_store()
-    for group in (0, 1):
-        kill_one(group, store.port, True, 60.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_two_hundred_kills(part):
-    store = loopback_store()
-    for group in range(50 * part, 50 * part + 50):
-        kill_one(group, store.port, group % 4 > 0, 10.0)
 
 
 def permissions() -> tuple[list[str], list[bool]]:

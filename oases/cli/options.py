@@ -194,7 +194,7 @@ def enter_link(
     if rate is None:
         return f"over {options.backend}"
     testbed.link_bytes_per_second(rate)
-    if options.backend == "staged":
+    if options.backend == "staged" and nodes == 1:
         raise UsageError(f"--link {rate} slows sockets, and --backend staged uses none; leave out one of the two")
     if testbed.inside(rate, nodes):
         return f"over a link of {testbed.with_nodes(rate, nodes)}"
@@ -219,9 +219,9 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
     testbed.Nodes(nodes, options.link or "").ranks_per_node(ranks)
     if options.link is None:
         raise UsageError(f"--nodes {nodes} joins nodes by links of a rate; give it with --link, e.g. --link 500mbit")
-    if options.backend != "gloo":
+    if options.backend not in ("gloo", "staged"):
         raise UsageError(
-            f"--nodes {nodes} joins ranks by gloo, got --backend {options.backend}; leave out one of the two"
+            f"--nodes {nodes} joins ranks by gloo or staged, got --backend {options.backend}; leave out either one"
         )
 
 

@@ -203,6 +203,22 @@ COMPILED = (
         "Ranks that call collectives of different sizes over shared memory get numbers, and no error.",
     ),
     Mutation(
+        "nodes_leave_their_part_out",
+        "csrc/nodes_backend.cpp",
+        "      if (piece.exchange) piece.own[here].copy_(piece.mine);\n",
+        "",
+        ("test_staged.py",),
+        "A sum over more than two nodes lacks the part that this node's ranks have added.",
+    ),
+    Mutation(
+        "threads_are_joined_under_pythons_lock",
+        "csrc/bindings.cpp",
+        "    const py::gil_scoped_release released;\n    thread.join();",
+        "    thread.join();",
+        ("test_staged_ends.py",),
+        "A process group that is dropped while its collectives are queued waits for ever.",
+    ),
+    Mutation(
         "staged_refuses_alone",
         "csrc/staged_backend.cpp",
         "if (collectives_.turn() != turn) throw;",

@@ -1,0 +1,280 @@
+#include "nodes_backend.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "reduce_ranks.h"
+#include "staged_tensors.h"
+
+namespace oases {
+namespace {
+
+using Sources = std::vector<const std::byte*>;
+
+// Bytes of a tensor that are under way between machines at a time, about; more are two such pieces.
+constexpr int64_t kPieceBytes = 4 << 20;
+// Of messages between machines, in turn.
+constexpr uint32_t kTags = 1024;
+
+void check_on_host(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), "staged over several machines has no ", name,
+                    " of tensors of a device, got one on ", tensor.device(),
+                    "; give them to another backend, e.g. \"cuda:nccl\"");
+}
+
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view(-1).view(at::kByte); }
+
+template <typename Options, typename... Reduce>
+Options waited_for(std::chrono::milliseconds timeout, const Reduce&... reduce) {
+  Options options;
+  options.timeout = timeout;
+  options.asyncOp = false;
+  if constexpr (sizeof...(Reduce) > 0) options.reduceOp = (reduce, ...);
+  return options;
+}
+
+}  // namespace
+
+NodesBackend::NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<c10d::Backend> local,
+                           c10::intrusive_ptr<c10d::Backend> across, std::vector<std::vector<int64_t>> ranks)
+    : Backend(whole->getRank(), whole->getSize()),
+      whole_(std::move(whole)),
+      local_(std::move(local)),
+      across_(std::move(across)),
+      ranks_(std::move(ranks)) {}
+
+void NodesBackend::setTimeout(std::chrono::milliseconds timeout) {
+  for (const auto& each : {whole_, local_, across_}) each->setTimeout(timeout);
+}
+
+c10d::Backend& NodesBackend::whole() {
+  ++started_;
+  return *whole_;
+}
+
+NodesBackend::Peer NodesBackend::peer(int rank) const {
+  const auto& here = ranks_[across_->getRank()];
+  const auto found = std::find(here.begin(), here.end(), rank);
+  if (found == here.end()) return {whole_.get(), rank};
+  return {local_.get(), static_cast<int>(found - here.begin())};
+}
+
+NodesBackend::Tensors NodesBackend::of_ranks(const at::Tensor& rows, int node) const {
+  Tensors found;
+  for (const int64_t rank : ranks_[node]) found.push_back(rows[rank]);
+  return found;
+}
+
+NodesBackend::Work NodesBackend::enqueue(c10d::OpType type, Tensors outputs, std::function<void()> run) {
+  ++started_;
+  return worker_.enqueue(getRank(), type, std::move(outputs), [this, run = std::move(run)](LocalWork&) {
+    try {
+      run();
+    } catch (const c10::ValueError&) {
+      throw;  // of all ranks
+    } catch (...) {
+      local_->abort();  // this machine's other ranks wait for this one in the next step
+      throw;
+    }
+  });
+}
+
+// What goes to and comes from the ranks of this place on other machines. gloo's own collectives of two ranks keep a
+// link less busy than messages both ways.
+struct NodesBackend::Exchange {
+  // Of each machine; this one's stay.
+  Exchange(NodesBackend& of, const Tensors& to, const Tensors& from) {
+    const int tag = static_cast<int>(of.exchanges_++ % kTags), here = of.across_->getRank();
+    for (const bool sends : {false, true})
+      for (int node = 0; node < of.across_->getSize(); ++node) {
+        if (node == here) continue;
+        Tensors list{as_bytes((sends ? to : from)[node])};
+        works.push_back(sends ? of.across_->send(list, node, tag) : of.across_->recv(list, node, tag));
+      }
+  }
+  // timeout: kUnsetTimeout for the group's.
+  void wait(std::chrono::milliseconds timeout) {
+    for (const auto& work : works) work->wait(timeout == c10d::kUnsetTimeout ? kNoTimeout : timeout);
+  }
+  std::vector<Work> works;
+};
+
+// A piece of an all-reduce: the ranks' numbers, this rank's part of its machine's sum, and what other machines send.
+struct NodesBackend::Piece {
+  at::Tensor whole, own, parts, mine;
+  std::optional<Exchange> exchange;
+};
+
+// The sum over machines of `own`, this machine's, and of what others sent; it may replace `own`.
+void NodesBackend::add_parts(const at::Tensor& own, const at::Tensor& parts, const at::Tensor& sum,
+                             const c10d::ReduceOp& reduce) const {
+  auto sources = staged::parts_of<Sources>(parts, across_->getSize());
+  sources[across_->getRank()] = staged::data_of(own);
+  reduce_ranks(sum.scalar_type(), reduce, sources.data(), across_->getSize(), sum.numel(),
+               staged::data_of(sum), nullptr);
+}
+
+// Each rank of a machine gets a part of the machine's sum, adds those of other machines, and gives the result to all
+// here. Of more than two machines each adds a part of a part, and they exchange these: fewer bytes, in two steps. While
+// pieces are on the way, the next are summed and the ones before given back.
+void NodesBackend::sum(const at::Tensor& tensor, const c10d::ReduceOp& reduce,
+                       std::chrono::milliseconds timeout) {
+  const int64_t n = tensor.numel(), size = getSize(), machines = across_->getSize();
+  const int64_t here = across_->getRank(), cut = machines > 2 ? machines : 1;
+  const int64_t padded = (n + size - 1) / size * size;
+  at::Tensor flat = tensor.is_contiguous() ? tensor.view(-1) : tensor.contiguous().view(-1);
+  if (padded != n) flat = at::constant_pad_nd(flat, {0, padded - n});
+  const int64_t most = std::max<int64_t>(1, kPieceBytes / flat.element_size() / size) * size;
+  const int64_t pieces = (padded + most - 1) / most;
+  const auto scattered = waited_for<c10d::ReduceScatterOptions>(timeout, reduce);
+  const auto gathered = waited_for<c10d::AllgatherOptions>(timeout);
+  std::vector<Piece> all(pieces);
+  for (int64_t step = 0; pieces > 0 && step < pieces + 2; ++step) {
+    if (step < pieces) {
+      Piece& piece = all[step];
+      piece.whole = flat.narrow(0, step * most, std::min(most, padded - step * most));
+      piece.own = at::empty({cut, piece.whole.numel() / local_->getSize() / cut}, flat.options());
+      piece.parts = at::empty({machines, piece.own.size(1)}, flat.options());
+      piece.mine = at::empty({piece.own.size(1)}, flat.options());
+      local_->_reduce_scatter_base(piece.own, piece.whole, scattered)->wait();
+      piece.exchange.emplace(*this, piece.own.expand_as(piece.parts).unbind(), piece.parts.unbind());
+    }
+    if (step >= 1 && step <= pieces) {
+      Piece& piece = all[step - 1];
+      piece.exchange->wait(timeout);
+      add_parts(piece.own[cut > 1 ? here : 0], piece.parts, piece.mine, reduce);
+      piece.exchange.reset();
+      if (cut > 1)
+        piece.exchange.emplace(*this, piece.mine.expand_as(piece.own).unbind(), piece.own.unbind());
+    }
+    if (step >= 2) {
+      Piece& piece = all[step - 2];
+      if (piece.exchange) piece.exchange->wait(timeout);
+      if (piece.exchange) piece.own[here].copy_(piece.mine);
+      local_->_allgather_base(piece.whole, piece.exchange ? piece.own : piece.mine, gathered)->wait();
+      piece = {};
+    }
+  }
+  if (!flat.is_alias_of(tensor)) at::Tensor(tensor).copy_(flat.narrow(0, 0, n).view(tensor.sizes()));
+}
+
+NodesBackend::Work NodesBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return allreduce_coalesced(tensors, {options});
+}
+
+NodesBackend::Work NodesBackend::allreduce_coalesced(Tensors& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& options) {
+  for (const auto& tensor : tensors) {
+    check_on_host("all_reduce", tensor), staged::check_layout("all_reduce", tensor);
+    check_reduction("all_reduce", tensor.scalar_type(), options.reduceOp);
+  }
+  return enqueue(c10d::OpType::ALLREDUCE, tensors,
+                 [this, tensors, reduce = options.reduceOp, timeout = options.timeout] {
+                   for (const auto& tensor : tensors) sum(tensor, reduce, timeout);
+                 });
+}
+
+NodesBackend::Work NodesBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) {
+  check_on_host("all_gather", output), check_on_host("all_gather", input);
+  staged::check_parts("all_gather", output, input, getSize());
+  return enqueue(c10d::OpType::_ALLGATHER_BASE, {output}, [this, output, input, timeout = options.timeout] {
+    const int here = across_->getRank();
+    const at::Tensor own = as_bytes(input), rows = as_bytes(output).view({getSize(), own.numel()});
+    Tensors of_place;
+    for (const auto& machine : ranks_) of_place.push_back(rows[machine[local_->getRank()]]);
+    Exchange exchange(*this, Tensors(of_place.size(), own), of_place);
+    of_place[here].copy_(own);
+    const auto give = [&](int node) {  // what this machine's ranks have of another's ranks, to one another
+      std::vector<Tensors> targets{of_ranks(rows, node)};
+      Tensors source{of_place[node]};
+      local_->allgather(targets, source, waited_for<c10d::AllgatherOptions>(timeout))->wait();
+    };
+    give(here);
+    exchange.wait(timeout);
+    for (int node = 0; node < across_->getSize(); ++node)
+      if (node != here) give(node);
+  });
+}
+
+NodesBackend::Work NodesBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& options) {
+  check_on_host("reduce_scatter", output), check_on_host("reduce_scatter", input);
+  staged::check_parts("reduce_scatter", input, output, getSize());
+  check_reduction("reduce_scatter", input.scalar_type(), options.reduceOp);
+  return enqueue(
+      c10d::OpType::_REDUCE_SCATTER_BASE, {output},
+      [this, output, input, reduce = options.reduceOp, timeout = options.timeout] {
+        const int64_t machines = across_->getSize(), n = output.numel();
+        const at::Tensor rows = input.view({getSize(), n}), own = at::empty({machines, n}, input.options());
+        const at::Tensor parts = at::empty_like(own);
+        for (int node = 0; node < machines; ++node) {
+          std::vector<Tensors> sources{of_ranks(rows, node)};
+          Tensors target{own[node]};
+          local_->reduce_scatter(target, sources, waited_for<c10d::ReduceScatterOptions>(timeout, reduce))
+              ->wait();
+        }
+        Exchange(*this, own.unbind(), parts.unbind()).wait(timeout);
+        add_parts(own[across_->getRank()], parts, output, reduce);
+      });
+}
+
+NodesBackend::Work NodesBackend::barrier(const c10d::BarrierOptions& options) {
+  return enqueue(c10d::OpType::BARRIER, {}, [this, options] { whole_->barrier(options)->wait(); });
+}
+
+NodesBackend::Work NodesBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return whole().broadcast(tensors, options);
+}
+
+NodesBackend::Work NodesBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return whole().reduce(tensors, options);
+}
+
+NodesBackend::Work NodesBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                           const c10d::AllgatherOptions& options) {
+  return whole().allgather(outputs, inputs, options);
+}
+
+NodesBackend::Work NodesBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                        const c10d::GatherOptions& options) {
+  return whole().gather(outputs, inputs, options);
+}
+
+NodesBackend::Work NodesBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                         const c10d::ScatterOptions& options) {
+  return whole().scatter(outputs, inputs, options);
+}
+
+NodesBackend::Work NodesBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                const c10d::ReduceScatterOptions& options) {
+  return whole().reduce_scatter(outputs, inputs, options);
+}
+
+NodesBackend::Work NodesBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits,
+                                               std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& options) {
+  return whole().alltoall_base(output, input, output_splits, input_splits, options);
+}
+
+NodesBackend::Work NodesBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllToAllOptions& options) {
+  return whole().alltoall(outputs, inputs, options);
+}
+
+NodesBackend::Work NodesBackend::send(Tensors& tensors, int to, int tag) {
+  const Peer other = peer(to);
+  return other.by->send(tensors, other.rank, tag);
+}
+
+NodesBackend::Work NodesBackend::recv(Tensors& tensors, int from, int tag) {
+  const Peer other = peer(from);
+  return other.by->recv(tensors, other.rank, tag);
+}
+
+NodesBackend::Work NodesBackend::recvAnysource(Tensors&, int) {
+  TORCH_CHECK_VALUE(false, "staged over several machines does not receive from any rank; name the rank");
+}
+
+}  // namespace oases
