@@ -16,6 +16,9 @@ bool alike(const Description& one, const Description& other) {
 std::string text_of(const Description& description, int rank) {
   constexpr const char* kNames[] = {"all_reduce", "reduce",  "reduce_scatter", "all_gather", "gather",
                                     "all_to_all", "scatter", "broadcast",      "barrier"};
+  if (description.collective == kMessage)
+    return c10::str("rank ", rank, " has a message of ", description.bytes, " bytes of ",
+                    at::ScalarType(description.type));
   std::string text = c10::str("rank ", rank, " calls ", kNames[description.collective]);
   if (description.collective == kBarrier) return text;
   text += c10::str(" with ", at::ScalarType(description.type));

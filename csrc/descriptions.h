@@ -16,6 +16,7 @@ enum Collective : int32_t {
   kScatter,
   kBroadcast,
   kBarrier,
+  kMessage,
   kRefused
 };
 

@@ -12,31 +12,36 @@ namespace oases {
 namespace {
 
 constexpr int64_t kPage = 4096;
-// Bytes of all slots of a group at most, and of a slot at least and at most. Copies of less than a megabyte do not reach
-// the rate of the bus.
-constexpr int64_t kAllSlots = 64 << 20, kLeastPiece = 64 << 10, kMostPiece = 2 << 20;
+// Bytes of a slot at least and at most. Copies of less than a megabyte do not reach the rate of the bus.
+constexpr int64_t kLeastPiece = 64 << 10, kMostPiece = 2 << 20;
 
 int64_t to_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-int64_t piece_bytes(int size) {
-  return std::clamp(kAllSlots / (DeviceArea::kSlots * size) / kLeastPiece * kLeastPiece, kLeastPiece,
-                    kMostPiece);
-}
-
 }  // namespace
 
-int64_t DeviceArea::bytes_for(int size) {
-  const int64_t of_hosts = size * static_cast<int64_t>(sizeof(Host) + kAhead * sizeof(Said));
-  return to_pages(of_hosts) + to_pages(size * sizeof(Words)) + size * kSlots * piece_bytes(size);
+int64_t DeviceArea::piece_bytes(int size, int64_t all_slots) {
+  return std::clamp(all_slots / (kSlots * size) / kLeastPiece * kLeastPiece, kLeastPiece, kMostPiece);
 }
 
-DeviceArea::DeviceArea(std::byte* start, int size)
-    : size_(size),
-      slot_bytes_(piece_bytes(size)),
-      start_(start),
-      memory_(start + to_pages(size * static_cast<int64_t>(sizeof(Host) + kAhead * sizeof(Said)))) {}
+// Hosts, what they say, and their counts: two all-to-alls of each rank.
+int64_t DeviceArea::host_bytes(int size) {
+  const int64_t of_counts = 2 * 2 * size * static_cast<int64_t>(sizeof(int64_t));
+  return to_pages(size * (static_cast<int64_t>(sizeof(Host) + kAhead * sizeof(Said)) + of_counts));
+}
 
-int64_t DeviceArea::memory_bytes() const { return bytes_for(size_) - (memory_ - start_); }
+int64_t DeviceArea::bytes_for(int size, int64_t all_slots) {
+  return host_bytes(size) + to_pages(size * sizeof(Words)) + size * kSlots * piece_bytes(size, all_slots);
+}
+
+DeviceArea::DeviceArea(std::byte* start, std::vector<int> ranks, int64_t all_slots)
+    : ranks_(std::move(ranks)),
+      size_(static_cast<int>(ranks_.size())),
+      slot_bytes_(piece_bytes(size_, all_slots)),
+      bytes_(bytes_for(size_, all_slots)),
+      start_(start),
+      memory_(start + host_bytes(size_)) {}
+
+int64_t DeviceArea::memory_bytes() const { return bytes_ - (memory_ - start_); }
 
 std::byte* DeviceArea::slot(int rank, uint32_t piece) const {
   return memory_ + to_pages(size_ * sizeof(Words)) + (rank * kSlots + piece % kSlots) * slot_bytes_;
@@ -49,6 +54,19 @@ DeviceArea::Host& DeviceArea::host(int rank) const { return reinterpret_cast<Hos
 DeviceArea::Said& DeviceArea::said(int rank, uint32_t turn) const {
   auto* const all = reinterpret_cast<Said*>(start_ + size_ * sizeof(Host));
   return all[rank * kAhead + turn % kAhead];
+}
+
+int64_t* DeviceArea::counts(int rank, uint32_t number) const {
+  auto* const all = reinterpret_cast<int64_t*>(&said(0, 0) + size_ * kAhead);
+  return all + (number % 2 * size_ + rank) * 2 * size_;
+}
+
+void DeviceArea::say_counts(int rank, uint32_t number) {
+  host(rank).counted.store(number + 1, std::memory_order_release);
+}
+
+bool DeviceArea::has_counts(int rank, uint32_t number) const {
+  return reached(host(rank).counted.load(std::memory_order_acquire), number + 1);
 }
 
 bool DeviceArea::may_say(uint32_t turn) const {
@@ -72,10 +90,10 @@ std::string DeviceArea::compare(int rank, uint32_t turn) {
     if (theirs.turns.load(std::memory_order_seq_cst) != turn + 1 || alike(theirs.description, own)) continue;
     for (const int refused : {rank, other})
       if (said(refused, turn).description.collective == kRefused)
-        found = c10::str("rank ", refused, " was refused its call: ", host(refused).reason);
+        found = c10::str("rank ", ranks_[refused], " was refused its call: ", host(refused).reason);
     if (found.empty())
-      found = rank < other ? difference(own, rank, theirs.description, other)
-                           : difference(theirs.description, other, own, rank);
+      found = rank < other ? difference(own, ranks_[rank], theirs.description, ranks_[other])
+                           : difference(theirs.description, ranks_[other], own, ranks_[rank]);
   }
   host(rank).compared.store(turn + 1, std::memory_order_release);
   return found;

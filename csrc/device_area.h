@@ -1,17 +1,18 @@
-// The part of a group's shared memory by which its devices move tensors: slots of each rank for pieces of them, words
-// that streams write and wait for, and what hosts say of the collectives that they queue.
+// A part of a group's shared memory by which devices move tensors, those of all ranks or of two: slots of each rank for
+// pieces of them, words that streams write and wait for, and what hosts say of the collectives that they queue.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "descriptions.h"
 
 namespace oases {
 
-// Pieces of all collectives of a group are numbered from 1 on, alike on all ranks.
+// Pieces of all collectives are numbered from 1 on, alike on all its ranks, which count from 0 on.
 class DeviceArea {
  public:
   // Copies of a rank's slot: pieces under way.
@@ -27,8 +28,15 @@ class DeviceArea {
     alignas(64) uint32_t done;
   };
 
-  static int64_t bytes_for(int size);
-  DeviceArea(std::byte* start, int size);
+  // Bytes of all slots at most: of a group, and of messages from one rank to another in a group of `size`.
+  static constexpr int64_t kAllSlots = 64 << 20;
+  static int64_t message_slots(int size) { return size <= 32 ? 8 << 20 : 1 << 20; }
+
+  static int64_t bytes_for(int size, int64_t all_slots);
+  // ranks: by which errors call them.
+  DeviceArea(std::byte* start, std::vector<int> ranks, int64_t all_slots);
+  int size() const { return size_; }
+  const std::vector<int>& ranks() const { return ranks_; }
 
   // For the device: words and slots.
   std::byte* memory() const { return memory_; }
@@ -50,6 +58,12 @@ class DeviceArea {
   // says it later finds it, before it has queued anything.
   std::string compare(int rank, uint32_t turn);
 
+  // Bytes sent to and received from each rank in the next all-to-all: `size` numbers each, of the latest two of them.
+  int64_t* counts(int rank, uint32_t number) const;
+  // Says that this rank's counts of the all-to-all `number` are there.
+  void say_counts(int rank, uint32_t number);
+  bool has_counts(int rank, uint32_t number) const;
+
   // Overwrites all slots with NaN: what streams read there after their waits were ended is not silently wrong.
   void poison();
   // Lets all waits up to that piece end. Again until no stream waits: a device may write an earlier piece meanwhile.
@@ -63,13 +77,17 @@ class DeviceArea {
   };
   struct Host {
     alignas(64) std::atomic<uint32_t> compared;  // turns
+    std::atomic<uint32_t> counted;               // all-to-alls
     char reason[kReason];
   };
+  static int64_t host_bytes(int size);
+  static int64_t piece_bytes(int size, int64_t all_slots);
   Host& host(int rank) const;
   Said& said(int rank, uint32_t turn) const;
 
+  const std::vector<int> ranks_;
   const int size_;
-  const int64_t slot_bytes_;
+  const int64_t slot_bytes_, bytes_;
   std::byte *const start_, *const memory_;
 };
 

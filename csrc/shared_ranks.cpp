@@ -119,7 +119,9 @@ void SharedRanks::lay_out() {
   descriptions_at_ = at, at += 2 * size_ * description_stride_;
   channels_at_ = at = round_up(at, 4096), at += size_ * size_ * static_cast<int64_t>(sizeof(Channel));
   slots_at_ = at = round_up(at, 4096), at += 2 * (size_ + 1) * slot_bytes_;
-  device_area_at_ = at = round_up(at, 4096), at += DeviceArea::bytes_for(size_);
+  device_area_at_ = at = round_up(at, 4096), at += DeviceArea::bytes_for(size_, DeviceArea::kAllSlots);
+  message_area_bytes_ = round_up(DeviceArea::bytes_for(2, DeviceArea::message_slots(size_)), 4096);
+  message_areas_at_ = at = round_up(at, 4096), at += int64_t{size_} * size_ * message_area_bytes_;
   bytes_ = at;
 }
 

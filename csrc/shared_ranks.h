@@ -77,8 +77,11 @@ class SharedRanks {
   std::byte* channel(int from, int to) const;
   Bell& mail_bell(int rank) const;
 
-  // Memory for tensors of devices (device_area.h).
+  // Memory for tensors of devices (device_area.h): of collectives, and of messages from one rank to another.
   std::byte* device_area() const { return memory_.get() + device_area_at_; }
+  std::byte* message_area(int from, int to) const {
+    return memory_.get() + message_areas_at_ + (from * size_ + to) * message_area_bytes_;
+  }
 
   // Why a rank will never act again, or "".
   std::string gone(int rank) const;
@@ -105,7 +108,7 @@ class SharedRanks {
   const int rank_, size_;
   const int spins_;
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
-  int64_t slots_at_ = 0, device_area_at_ = 0, bytes_ = 0;
+  int64_t slots_at_ = 0, device_area_at_ = 0, message_areas_at_ = 0, message_area_bytes_ = 0, bytes_ = 0;
   uint32_t step_ = 0;
   std::vector<Process> processes_;
   std::shared_ptr<std::byte> memory_;

@@ -24,6 +24,7 @@ StagedBackend::~StagedBackend() {
     thread_.detach();
     static_cast<void>(mail_.release());
     static_cast<void>(streams_.release());
+    for (auto& [_, streams] : message_streams_) static_cast<void>(streams.release());
     return;
   }
   {
@@ -51,7 +52,12 @@ std::chrono::milliseconds StagedBackend::timeout_or_default(std::chrono::millise
 
 StagedStreams& StagedBackend::streams(c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!streams_) streams_ = std::make_unique<StagedStreams>(ranks_, device);
+  if (!streams_) {
+    std::vector<int> all(getSize());
+    std::iota(all.begin(), all.end(), 0);
+    streams_ = std::make_unique<StagedStreams>(
+        ranks_, device, DeviceArea(ranks_->device_area(), std::move(all), DeviceArea::kAllSlots), 3);
+  }
   TORCH_CHECK_VALUE(streams_->device() == device, "staged: rank ", getRank(), " gave this group a tensor on ",
                     streams_->device(), " before, and now one on ", device,
                     "; keep to one device, or make a group for each");
@@ -369,21 +375,48 @@ StagedMail& StagedBackend::mail() {
   return *mail_;
 }
 
+StagedStreams& StagedBackend::message_streams(c10::Device device, int from, int to) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& found = message_streams_[{from, to}];
+  if (!found) {
+    DeviceArea area(ranks_->message_area(from, to), {from, to}, DeviceArea::message_slots(getSize()));
+    found = std::make_unique<StagedStreams>(ranks_, device, std::move(area), 1);
+  }
+  return *found;
+}
+
+StagedBackend::Work StagedBackend::message(const char* name, const at::Tensor& tensor, int other, int tag,
+                                           bool sends) {
+  check_dense(name, tensor);
+  const int rank = getRank();
+  TORCH_CHECK_VALUE(other >= 0 && other < getSize() && other != rank, name, ": rank ", rank,
+                    " has no message with rank ", other, " in a group of ", getSize());
+  if (tensor.is_cpu())
+    return sends ? mail().send(tensor, other, tag, timeout_) : mail().receive(tensor, other, tag, timeout_);
+  check_process(name);
+  StagedStreams& by = message_streams(tensor.device(), sends ? rank : other, sends ? other : rank);
+  const Patience patience(name, timeout_);
+  return by.queue(sends ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, {tensor}, patience, [&] {
+    check_on_device(name, tensor, by.device());
+    by.message(data_of(tensor), size_of(tensor), tensor.scalar_type(), patience);
+  });
+}
+
 StagedBackend::Work StagedBackend::send(Tensors& tensors, int to, int tag) {
   check_one("send", tensors.size());
-  check_message("send", tensors.front());
-  return mail().send(tensors.front(), to, tag, timeout_);
+  return message("send", tensors.front(), to, tag, true);
 }
 
 StagedBackend::Work StagedBackend::recv(Tensors& tensors, int from, int tag) {
   check_one("recv", tensors.size());
-  check_message("recv", tensors.front());
-  return mail().receive(tensors.front(), from, tag, timeout_);
+  return message("recv", tensors.front(), from, tag, false);
 }
 
 StagedBackend::Work StagedBackend::recvAnysource(Tensors& tensors, int tag) {
   check_one("recv", tensors.size());
-  check_message("recv", tensors.front());
+  check_dense("recv", tensors.front());
+  TORCH_CHECK_VALUE(tensors.front().is_cpu(),
+                    "staged does not receive a tensor of a device from any rank; name it");
   return mail().receive(tensors.front(), StagedMail::kAnyRank, tag, timeout_);
 }
 

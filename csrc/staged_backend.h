@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -83,6 +84,10 @@ class StagedBackend : public c10d::Backend {
   // used: all tensors, of which those of a device decide how it runs.
   Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs, const Tensors& used, Run run);
   StagedStreams& streams(c10::Device device);
+  // Those of messages of a device from one rank to another.
+  StagedStreams& message_streams(c10::Device device, int from, int to);
+  // sends: or receives. other: the rank at the other end.
+  Work message(const char* name, const at::Tensor& tensor, int other, int tag, bool sends);
   void serve();
   // Throws in a fork of the process that made the group: a fork has neither its threads nor its memory.
   void check_process(const char* name) const;
@@ -108,7 +113,8 @@ class StagedBackend : public c10d::Backend {
   bool busy_ = false, closing_ = false;
   std::unique_ptr<StagedMail> mail_;        // from the first message on
   std::unique_ptr<StagedStreams> streams_;  // from the first collective of a device on
-  std::thread thread_;                      // last member: the thread reads the others
+  std::map<std::pair<int, int>, std::unique_ptr<StagedStreams>> message_streams_;  // by sender and receiver
+  std::thread thread_;  // last member: the thread reads the others
 };
 
 }  // namespace oases

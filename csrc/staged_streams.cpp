@@ -48,6 +48,16 @@ c10::Stream new_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);  // high priority, like NCCL's
 }
 
+int place_of(int rank, const std::vector<int>& ranks) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+std::vector<const void*> memory_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<const void*> found;
+  for (const auto& tensor : tensors) found.push_back(tensor.storage().data());
+  return found;
+}
+
 std::vector<c10::Event> two_events(c10::DeviceType type) {
   std::vector<c10::Event> events;
   for (int i = 0; i < 2; ++i) events.emplace_back(type);
@@ -56,16 +66,17 @@ std::vector<c10::Event> two_events(c10::DeviceType type) {
 
 }  // namespace
 
-StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device device)
+StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device device, DeviceArea area,
+                             int streams)
     : ranks_(std::move(ranks)),
       device_(device),
-      rank_(ranks_->rank()),
-      size_(ranks_->size()),
-      area_(ranks_->device_area(), size_),
+      rank_(place_of(ranks_->rank(), area.ranks())),
+      size_(area.size()),
+      area_(std::move(area)),
       words_(stream_words_of(device.type())),
       out_(new_stream(device)),
-      in_(new_stream(device)),
-      adding_(new_stream(device)),
+      in_(streams > 1 ? new_stream(device) : out_),
+      adding_(streams > 1 ? new_stream(device) : out_),
       arrived_(two_events(device.type())),
       summed_(two_events(device.type())),
       sent_(two_events(device.type())),
@@ -73,9 +84,11 @@ StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device dev
       put_(device.type()),
       added_(device.type()) {
   const c10::StreamGuard on(in_);
-  const int64_t bytes = 2 * size_ * part_bytes(area_.slot_bytes(), size_);
-  scratch_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
-  arrived_[0].record(in_), arrived_[0].block(adding_);  // the memory is there
+  if (streams > 1) {  // and so sums
+    const int64_t bytes = 2 * size_ * part_bytes(area_.slot_bytes(), size_);
+    scratch_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+    arrived_[0].record(in_), arrived_[0].block(adding_);  // the memory is there
+  }
   words_.add_memory(area_.memory(), area_.memory_bytes());
   watch_ = std::make_unique<StreamWatch>(ranks_, area_, device_);
 }
@@ -86,10 +99,20 @@ StagedStreams::~StagedStreams() {
   words_.remove_memory(area_.memory());
 }
 
-std::shared_ptr<Watched> StagedStreams::begin(const Patience& patience) {
+std::shared_ptr<Watched> StagedStreams::begin(const std::vector<at::Tensor>& used, const Patience& patience) {
   auto watched = std::make_shared<Watched>(ranks_, device_.type(), patience);
   ready_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   for (const auto& stream : {out_, in_, adding_}) ready_.block(stream);
+  while (!pending_.empty() && pending_.front().watched.expired()) pending_.pop_front();
+  // A tensor of an earlier collective that nobody has waited for: in one stream, as NCCL has, they would be in order.
+  const std::vector<const void*> memory = memory_of(used);
+  for (const auto& earlier : pending_) {
+    const auto same =
+        std::find_first_of(memory.begin(), memory.end(), earlier.memory.begin(), earlier.memory.end());
+    const auto running = same == memory.end() ? nullptr : earlier.watched.lock();
+    if (running)
+      for (const auto& stream : {out_, in_, adding_}) running->done->block(stream);
+  }
   sums_ = false;
   return watched;
 }
@@ -105,7 +128,8 @@ c10::intrusive_ptr<c10d::Work> StagedStreams::end(c10d::OpType type, std::vector
   watched->last_piece = piece_;
   watched->sums = sums_;
   watch_->add(watched);
-  return c10::make_intrusive<StagedWork>(rank_, type, std::move(outputs), in_, std::move(watched));
+  pending_.push_back({memory_of(used), watched});
+  return c10::make_intrusive<StagedWork>(ranks_->rank(), type, std::move(outputs), in_, std::move(watched));
 }
 
 void StagedStreams::give_up(const std::exception& error, uint32_t turn, const Patience& patience) {
@@ -115,7 +139,7 @@ void StagedStreams::give_up(const std::exception& error, uint32_t turn, const Pa
   if (turn_ == turn)
     agree({kRefused, 0, -1, -1, 0}, patience, reason);
   else
-    ranks_->break_group(c10::str(patience.operation, ": rank ", rank_, " failed: ", reason));
+    ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " failed: ", reason));
 }
 
 // The collective at hand is the next one of all ranks.
@@ -124,7 +148,7 @@ void StagedStreams::agree(Description description, const Patience& patience, con
   while (!area_.may_say(turn)) {
     ranks_->check_whole();
     if (patience.over())
-      ranks_->break_group(c10::str(patience.operation, ": rank ", rank_, " timed out after ",
+      ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " timed out after ",
                                    patience.timeout.count(), " ms, because a rank's host is ",
                                    DeviceArea::kAhead, " collectives behind"));
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -339,6 +363,15 @@ void StagedStreams::scatter(const Sources& sources, std::byte* target, int64_t b
 void StagedStreams::broadcast(std::byte* data, int64_t bytes, at::ScalarType type, int root,
                               const Patience& patience) {
   agree({kBroadcast, static_cast<int32_t>(type), -1, root, bytes}, patience);
+  give(data, bytes, root);
+}
+
+void StagedStreams::message(std::byte* data, int64_t bytes, at::ScalarType type, const Patience& patience) {
+  agree({kMessage, static_cast<int32_t>(type), -1, -1, bytes}, patience);
+  give(data, bytes, 0);
+}
+
+void StagedStreams::give(std::byte* data, int64_t bytes, int root) {
   in_pieces(bytes, area_.slot_bytes(), [&](uint32_t piece, int64_t at, int64_t length) {
     put(piece, [&](std::byte* slot) {
       if (rank_ == root) copy_out(slot, data + at, length);
@@ -350,10 +383,62 @@ void StagedStreams::broadcast(std::byte* data, int64_t bytes, at::ScalarType typ
   });
 }
 
-void StagedStreams::all_to_all(const Sources&, const std::vector<int64_t>&, const Targets&,
-                               const std::vector<int64_t>&, at::ScalarType, const Patience&) {
-  TORCH_CHECK_VALUE(false, "staged has no all_to_all of tensors of a device (", device_,
-                    "); give them to another backend, e.g. \"cuda:nccl\"");
+int64_t StagedStreams::agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                                       const Patience& patience) {
+  const uint32_t number = all_to_alls_++;
+  int64_t* const own = area_.counts(rank_, number);
+  std::copy(sent.begin(), sent.end(), own);
+  std::copy(received.begin(), received.end(), own + size_);
+  area_.say_counts(rank_, number);
+  int64_t most = 0;
+  for (int other = 0; other < size_; ++other)
+    while (!area_.has_counts(other, number)) {
+      const std::string gone = ranks_->gone(area_.ranks()[other]);
+      if (!gone.empty() && !area_.has_counts(other, number))
+        ranks_->break_group(c10::str(patience.operation, ": ", gone));
+      if (patience.over())
+        ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " timed out after ",
+                                     patience.timeout.count(), " ms waiting for rank ",
+                                     area_.ranks()[other]));
+      ranks_->check_whole();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  for (int from = 0; from < size_; ++from)
+    for (int to = 0; to < size_; ++to) {
+      const int64_t sends = area_.counts(from, number)[to], takes = area_.counts(to, number)[size_ + from];
+      if (sends != takes)
+        ranks_->break_group(c10::str(patience.operation, ": rank ", from, " sends ", sends, " bytes to rank ",
+                                     to, ", which receives ", takes, "; give both the same splits"));
+      if (from != to) most = std::max(most, sends);
+    }
+  ranks_->check_whole();
+  return most;
+}
+
+void StagedStreams::all_to_all(const Sources& sources, const std::vector<int64_t>& sent,
+                               const Targets& targets, const std::vector<int64_t>& received,
+                               at::ScalarType type, const Patience& patience) {
+  agree({kAllToAll, static_cast<int32_t>(type), -1, -1, 0}, patience);
+  const int64_t most = agree_on_counts(sent, received, patience);
+  const int64_t piece_bytes = area_.slot_bytes() / size_ / kUnit * kUnit;
+  const auto left = [](int64_t bytes, int64_t at, int64_t length) {
+    return std::clamp<int64_t>(bytes - at, 0, length);
+  };
+  in_pieces(most, piece_bytes, [&](uint32_t piece, int64_t at, int64_t length) {
+    put(piece, [&](std::byte* slot) {
+      for (int to = 0; to < size_; ++to)
+        if (to != rank_) copy_out(slot + to * piece_bytes, sources[to] + at, left(sent[to], at, length));
+    });
+    take(piece, [&] {
+      for (int from = 0; from < size_; ++from)
+        if (from != rank_)
+          copy_in(targets[from] + at, area_.slot(from, piece) + rank_ * piece_bytes,
+                  left(received[from], at, length));
+    });
+    write(in_, &DeviceArea::Words::done, piece);
+  });
+  const c10::StreamGuard on(adding_);
+  copy(targets[rank_], device_, sources[rank_], device_, sent[rank_]);
 }
 
 }  // namespace oases

@@ -1,10 +1,12 @@
 // Collectives of the tensors of accelerators of one machine: copy engines move them through slots of shared memory, and
-// a kernel adds. All of it is queued at the call; no thread of the host and no kernel waits for a rank.
+// a kernel adds. All of it is queued at the call; no thread of the host and no kernel waits for a rank. Only in an
+// all-to-all hosts wait until all have called it: its sizes are known to each rank in part.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 
+#include <deque>
 #include <memory>
 #include <mutex>
 
@@ -14,11 +16,12 @@
 
 namespace oases {
 
-// Of one device. Where ranks are asked for different collectives, or one refuses, the group is given up: the streams of
+// Of one device, and of all ranks of a group or of two. Where ranks are asked for different collectives, or one refuses, the group is given up: the streams of
 // ranks that were earlier wait already.
 class StagedStreams final : public Collectives {
  public:
-  StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device device);
+  // ranks: that take part. streams: 3, or 1 where hardly anything would run at once.
+  StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device device, DeviceArea area, int streams);
   // Runs what is queued.
   ~StagedStreams() override;
   c10::Device device() const { return device_; }
@@ -32,7 +35,7 @@ class StagedStreams final : public Collectives {
     const std::lock_guard<std::mutex> lock(mutex_);
     ranks_->check_whole();
     const uint32_t turn = turn_;
-    auto watched = begin(patience);
+    auto watched = begin(used, patience);
     try {
       run();
     } catch (const std::exception& error) {
@@ -56,14 +59,20 @@ class StagedStreams final : public Collectives {
                const Patience& patience) override;
   void broadcast(std::byte* data, int64_t bytes, at::ScalarType type, int root,
                  const Patience& patience) override;
+  // From the first of two ranks to the second.
+  void message(std::byte* data, int64_t bytes, at::ScalarType type, const Patience& patience);
 
  private:
-  std::shared_ptr<Watched> begin(const Patience& patience);
+  void give(std::byte* data, int64_t bytes, int root);
+  std::shared_ptr<Watched> begin(const std::vector<at::Tensor>& used, const Patience& patience);
   c10::intrusive_ptr<c10d::Work> end(c10d::OpType type, std::vector<at::Tensor> outputs,
                                      const std::vector<at::Tensor>& used, std::shared_ptr<Watched> watched);
   // Tells the others that this rank cannot make the collective `turn`, or not go on with it.
   void give_up(const std::exception& error, uint32_t turn, const Patience& patience);
   void agree(Description description, const Patience& patience, const std::string& reason = "");
+  // Waits for the other hosts' counts of an all-to-all. Returns the most bytes from one rank to another.
+  int64_t agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                          const Patience& patience);
 
   // copy(piece, from which byte on, bytes) of each piece.
   template <typename Copy>
@@ -96,10 +105,16 @@ class StagedStreams final : public Collectives {
   const c10::Stream out_, in_, adding_;  // to the host, to the device, sums
   std::mutex mutex_;
   uint32_t piece_ = 0;  // the latest
-  bool sums_ = false;   // what is being queued
+  uint32_t all_to_alls_ = 0;
+  bool sums_ = false;  // what is being queued
   at::Tensor scratch_;
   std::vector<c10::Event> arrived_, summed_, sent_;  // by parity of pieces
   c10::Event ready_, put_, added_;                   // for a collective as a whole
+  struct Pending {
+    std::vector<const void*> memory;  // of its tensors
+    std::weak_ptr<const Watched> watched;
+  };
+  std::deque<Pending> pending_;  // collectives that may not have ended
   std::unique_ptr<StreamWatch> watch_;
 };
 

@@ -25,12 +25,6 @@ inline void check_dense(const char* name, const at::Tensor& tensor) {
                     " and strides ", tensor.strides(), " has gaps; call .contiguous() first");
 }
 
-inline void check_message(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.is_cpu(), "staged has no ", name, " of tensors of a device, got one on ",
-                    tensor.device(), "; give them to another backend, e.g. \"cuda:nccl\"");
-  check_dense(name, tensor);
-}
-
 inline void check_contiguous(const char* name, const at::Tensor& tensor) {
   check_layout(name, tensor);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": the tensor of shape ", tensor.sizes(), " and strides ",

@@ -123,8 +123,9 @@ StreamWatch::Behind StreamWatch::behind(int rank, const Watched& watched) const 
 
 // Of a rank that will never do what a collective waits for, or "".
 std::string StreamWatch::lost(const Watched& watched) const {
-  for (int rank = 0; rank < ranks_->size(); ++rank) {
-    const std::string gone = rank == ranks_->rank() ? "" : ranks_->gone(rank);
+  for (int rank = 0; rank < area_.size(); ++rank) {
+    const int name = area_.ranks()[rank];
+    const std::string gone = name == ranks_->rank() ? "" : ranks_->gone(name);
     // After that: a rank that has gone writes no more.
     if (!gone.empty() && behind(rank, watched) != Behind{}) return gone;
   }
@@ -135,10 +136,10 @@ std::string StreamWatch::lost(const Watched& watched) const {
 std::string StreamWatch::latest(const Watched& watched) const {
   Behind most{};
   std::string ranks;
-  for (int rank = 0; rank < ranks_->size(); ++rank) {
+  for (int rank = 0; rank < area_.size(); ++rank) {
     const Behind found = behind(rank, watched);
     if (found > most) most = found, ranks.clear();
-    if (found == most) ranks += c10::str(ranks.empty() ? "rank " : ", ", rank);
+    if (found == most) ranks += c10::str(ranks.empty() ? "rank " : ", ", area_.ranks()[rank]);
   }
   return ranks;
 }

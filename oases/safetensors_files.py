@@ -97,11 +97,11 @@ def configuration(source: str | Path | Mapping[str, Tensor]) -> dict[str, Any]:
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
     """Write the header of a file of these tensors and return the offset of each one's first byte.
 
-    Wider dtypes come first, so that every tensor is aligned.
+    Wider dtypes come first, so that every tensor is aligned, then names: equal tensors make equal files.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         if dtype not in CODES:
             raise UsageError(f"tensor {name!r} is of type {dtype}, which safetensors does not support; convert it")
         begins[name], end = end, end + dtype.itemsize * math.prod(shape)

@@ -1,5 +1,6 @@
 """Files of every bad kind, given to every parser, end in one error that names the file; so does a full disk."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from resident_memory import limited_memory
 
 from oases.cli import plan_options
@@ -18,6 +20,7 @@ from oases.limits import short
 from oases.moe.traces import Recorder, generate, replay
 from oases.plans.plan import read_plan
 from oases.safetensors_files import _weight_map as read_index
+from oases.safetensors_files import write_header
 from oases.schedule import ScheduleError, read_schedule
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware_file import read_hardware
@@ -306,3 +309,13 @@ def test_every_command_says_that_the_disk_is_full_and_leaves_nothing(tmp_path):
         assert error.startswith("oases: error: "), command
         assert error.rstrip().endswith("out' cannot be written: No space left on device; give another path"), error
         assert error.count("\n") == 1
+
+
+def test_equal_tensors_make_equal_files_in_any_order():
+    tensors = {"b": (torch.float32, (3,)), "a": (torch.bfloat16, (2, 5)), "c": (torch.float32, ())}
+    files = []
+    for names in ("abc", "cab", "bca"):
+        files.append(io.BytesIO())
+        begins = write_header(files[-1], {name: tensors[name] for name in names})
+        assert sorted(begins, key=begins.__getitem__) == ["b", "c", "a"]
+    assert len({file.getvalue() for file in files}) == 1

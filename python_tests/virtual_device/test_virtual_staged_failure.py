@@ -60,6 +60,43 @@ def calls_another(number, first):
     return said.splitlines()[0], passed_off
 
 
+def test_parts_that_differ_are_an_error_on_all_ranks(two_virtual):
+    for said in two_virtual.run(sends_other_parts):
+        assert said == ("all_to_all: rank 0 sends 8 bytes to rank 1, which receives 12; give both the same splits")
+
+
+def sends_other_parts():
+    _, place = device.take()
+    group, rank = device.staged_group(), dist.get_rank()
+    x, whole = torch.ones(4, device=place), torch.empty(4 + rank, device=place)
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.all_to_all_single(whole, x, [2 + rank, 2], [2, 2], group)
+    return str(caught.value).splitlines()[0]
+
+
+def test_messages_of_other_sizes_are_errors_at_both_ends(two_virtual):
+    for said in two_virtual.run(sends_another_size):
+        assert "rank 1 has a message of 12 bytes of Float, rank 0 has a message of 16 bytes of Float" in said
+
+
+def sends_another_size():
+    _, place = device.take()
+    group, rank = device.staged_group(), dist.get_rank()
+    x, said = torch.ones(4 - rank, device=place), ""
+    try:
+        work = dist.isend(x, group=group, group_dst=0) if rank else dist.irecv(x, group=group, group_src=1)
+    except dist.DistBackendError as error:
+        said = str(error)
+    if not said:
+        end = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(dist.DistBackendError) as caught:
+            work.wait()
+        said = str(caught.value)
+    return said.splitlines()[0]
+
+
 def test_a_rank_that_never_comes_is_named_at_the_timeout(two_virtual):
     said, finite = two_virtual.run(waits_in_vain)[0]
     assert said.startswith("all_reduce: rank 0 timed out after 300 ms waiting for rank 1")
