@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 
 #include <deque>
 #include <memory>
@@ -15,6 +16,13 @@
 #include "stream_words.h"
 
 namespace oases {
+
+// Where a rank's part of a piece begins and ends.
+constexpr int64_t kUnit = 64;
+
+inline int64_t part_bytes(int64_t bytes, int ranks) {
+  return (bytes + ranks * kUnit - 1) / (ranks * kUnit) * kUnit;
+}
 
 // Of one device, and of all ranks of a group or of two. Where ranks are asked for different collectives, or one refuses, the group is given up: the streams of
 // ranks that were earlier wait already.
@@ -117,5 +125,30 @@ class StagedStreams final : public Collectives {
   std::deque<Pending> pending_;  // collectives that may not have ended
   std::unique_ptr<StreamWatch> watch_;
 };
+
+template <typename Copy>
+void StagedStreams::put(uint32_t piece, const Copy& copy) {
+  const c10::StreamGuard on(out_);
+  wait_for_others(out_, &DeviceArea::Words::done, piece - DeviceArea::kSlots);
+  copy(area_.slot(rank_, piece));
+  write(out_, &DeviceArea::Words::put, piece);
+}
+
+template <typename Copy>
+void StagedStreams::take(uint32_t piece, const Copy& copy) {
+  const c10::StreamGuard on(in_);
+  summed_[piece % 2].block(in_);  // the scratch of two pieces before
+  wait_for_others(in_, &DeviceArea::Words::put, piece);
+  copy();
+  arrived_[piece % 2].record(in_);
+}
+
+template <typename Copy>
+void StagedStreams::in_pieces(int64_t bytes, int64_t piece_bytes, const Copy& copy) {
+  for (int64_t at = 0; at < bytes; at += piece_bytes) {
+    const uint32_t piece = ++piece_;
+    copy(piece, at, std::min(piece_bytes, bytes - at));
+  }
+}
 
 }  // namespace oases

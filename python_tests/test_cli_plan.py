@@ -216,7 +216,7 @@ def test_neither_command_needs_torch():
         ([*GIVEN, "--memory", "24Gbit"], ["'24Gbit'"]),
         ([*GIVEN, "--memory", "0GiB"], ["'0GiB'", "below 1 MiB"]),
         ([*GIVEN, "--degrees", "1,x"], ["--degrees", "'1,x'"]),
-        ([*GIVEN, "--degrees", "0"], ["--degrees", "'0'"]),
+        ([*GIVEN, "--degrees", "0"], ["--degrees must be at least 1, got 0"]),
         ([*GIVEN, "--degrees", "3"], ["16 samples", "4 ranks", "degrees that the model allows are 1, 2, 4"]),
         ([*GIVEN, "--micro-batches", "-1"], ["--micro-batches"]),
         ([*GIVEN, "--memory", "2MiB"], ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"]),

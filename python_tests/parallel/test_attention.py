@@ -72,6 +72,7 @@ def test_it_is_that_of_the_whole_sequence(options, masked):
 
 
 def check_gpt(options):
+    torch.manual_seed(5)  # other tests leave ranks' generators apart
     sizes = GPTConfig(hidden=32, heads=4, layers=2, sequence=24)
     x, found = torch.randn(1, 24, 32, dtype=torch.float64), []
     for each in ({"schedule": "sync"}, {"schedule": "oases", **options}):
