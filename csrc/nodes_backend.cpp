@@ -11,7 +11,7 @@ namespace {
 
 using Sources = std::vector<const std::byte*>;
 
-// Bytes of a tensor that are under way between machines at a time, about; more are two such pieces.
+// Bytes of a piece of an all-reduce; two pieces are between machines at a time.
 constexpr int64_t kPieceBytes = 4 << 20;
 // Of messages between machines, in turn.
 constexpr uint32_t kTags = 1024;

@@ -125,7 +125,7 @@ def test_ranks_can_tell_where_they_are(told):
 def test_staged_sends_a_nodes_sum_once(told):
     by = told[2]
     assert by["gloo"][1] == by["staged"][1] == [16.0]
-    assert 8e6 < by["staged"][0] < 1.1 * 8e6  # half of the node's sum, and half of the whole
+    assert 8e6 < by["staged"][0] < 1.1 * 8e6  # each rank a half of the node's sum
     assert by["gloo"][0] > 1.3 * by["staged"][0]
 
 
