@@ -8,11 +8,12 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
 
+# Five minutes on two cores.
 test: build-tests test-cpp test-python
 
 # One file of tests more than there are cores at a time, because ranks often wait for one another; at most 8 for memory.
@@ -20,7 +21,11 @@ WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n + 1 : 8))
 test-python: build-tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
-# The cases that take long, of which `make test` runs some.
+# With the tests that take seconds each (marked long), of all files: what CI runs.
+test-all: build-tests test-cpp
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
+
+# The cases that take minutes, of which `make test-all` runs some.
 test-slow: build-tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
@@ -125,7 +130,7 @@ $(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
 	$(PY) -m pip install --quiet -r requirements-docs.txt
 	@touch $@
 
-# A broken link inside docs/, or a docstring that cannot be rendered, is an error. `make test` runs the code blocks.
+# A broken link inside docs/, or a docstring that cannot be rendered, is an error. `make test-all` runs the code blocks.
 docs: $(VENV)/docs
 	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"

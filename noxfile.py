@@ -47,5 +47,6 @@ def versions(session: nox.Session, torch: str) -> None:
     session.run("oases", "--version")
     # transformers needs Python 3.11.
     tests = [*TESTS, *([] if session.python == "3.10" else UNEDITED_MODELS)]
-    session.run("python", "-m", "pytest", "-q", "--durations=5", *(f"python_tests/{name}" for name in tests))
+    paths = [f"python_tests/{name}" for name in tests]
+    session.run("python", "-m", "pytest", "-q", "--durations=5", "-m", "not gpu and not slow", *paths)
     shutil.rmtree(session.virtualenv.location)

@@ -17,7 +17,61 @@ std::string message_of(const std::function<void()>& act) {
   }
   return "";
 }
+
+// Times out, and has ended when it is asked for that.
+class LateWork : public c10d::Work {
+ public:
+  LateWork(c10::intrusive_ptr<c10d::Work> inner, std::string failure)
+      : inner_(std::move(inner)), failure_(std::move(failure)) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout) {
+      std::this_thread::sleep_for(timeout);
+      TORCH_CHECK(false, "Operation timed out!");
+    }
+    inner_->wait();
+    TORCH_CHECK(failure_.empty(), failure_);
+    return true;
+  }
+  bool isCompleted() override { return inner_->isCompleted(); }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::string failure_;
+};
+
+class LateBackend : public c10d::Backend {
+ public:
+  LateBackend(c10::intrusive_ptr<c10d::Backend> inner, std::string failure)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)), failure_(std::move(failure)) {}
+  const std::string getBackendName() const override { return "late"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    return c10::make_intrusive<LateWork>(inner_->allreduce(tensors, options), failure_);
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> inner_;
+  const std::string failure_;
+};
 }  // namespace
+
+TEST(OverlapScheduler, ACollectiveThatEndsJustAfterALookIsNoFailure) {
+  for (const std::string& failure : {std::string(), std::string("its own error")})
+    run_ranks(
+        2,
+        [&](int rank, const Group& group, const std::string&) {
+          OverlapScheduler scheduler(group);
+          const auto tensor = filled(rank);
+          const auto message = message_of([&] { scheduler.wait(scheduler.all_reduce(tensor, "F 0.0")); });
+          if (failure.empty()) {
+            EXPECT_EQ(message, "");
+            EXPECT_TRUE(at::equal(tensor, filled(1)));
+          } else {
+            EXPECT_NE(message.find("which failed: its own error"), std::string::npos) << message;
+          }
+        },
+        [&](auto inner) { return c10::make_intrusive<LateBackend>(inner, failure); });
+}
 
 TEST(OverlapScheduler, AllReduceSumsInPlaceAndTicketsMayBeWaitedInAnyOrder) {
   run_ranks(3, [](int rank, const Group& group, const std::string&) {

@@ -71,6 +71,21 @@ TEST(SimBackend, OtherCollectivesMoveTheirData) {
       slow);
 }
 
+TEST(SimBackend, RefusesPartsThatDoNotCutTheTensor) {
+  run_ranks(
+      2,
+      [](int, const Group& group, const std::string&) {
+        auto whole = at::empty({3}), equal = at::empty({4});
+        std::vector<int64_t> none;
+        const std::vector<std::vector<int64_t>> all{{}, {3}, {1, 1}};
+        for (std::vector<int64_t> splits : all) {
+          EXPECT_ANY_THROW(group->alltoall_base(whole, equal, splits, none));
+          EXPECT_ANY_THROW(group->alltoall_base(equal, whole, none, splits));
+        }
+      },
+      slow);
+}
+
 TEST(SimBackend, RefusesALinkThatCannotBe) {
   EXPECT_ANY_THROW(run_ranks(
       1, [](int, const Group&, const std::string&) {},

@@ -201,8 +201,9 @@ PYBIND11_MODULE(_C, module) {
       module, "OverlapScheduler",
       "Starts the collectives of one process group early and waits for them late.")
       .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>(), py::arg("process_group"))
-      .def_static("of", &OverlapScheduler::of, py::arg("group_name"))
-      .def_static("all", &OverlapScheduler::all)
+      .def_static("of", &OverlapScheduler::of, py::arg("group_name"),
+                  py::call_guard<py::gil_scoped_release>())
+      .def_static("all", &OverlapScheduler::all, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &OverlapScheduler::rank)
       .def_property_readonly("size", &OverlapScheduler::size)
       .def("add_wire", &OverlapScheduler::add_wire, py::arg("wire"), py::arg("group_name"))
@@ -216,6 +217,7 @@ PYBIND11_MODULE(_C, module) {
               found[label] = {errors.samples, errors.sum};
             return found;
           },
+          py::call_guard<py::gil_scoped_release>(),
           "Sampled sums of each label, and the sum of their relative errors.")
       .def("all_reduce", &OverlapScheduler::all_reduce, py::arg("tensor"), py::arg("label") = "",
            py::arg("largest") = false, py::arg("wire") = "", py::arg("residual") = py::none(),
@@ -227,7 +229,7 @@ PYBIND11_MODULE(_C, module) {
       .def("all_to_all", &OverlapScheduler::all_to_all, py::arg("output"), py::arg("input"), py::arg("sent"),
            py::arg("received"), py::arg("label") = "", py::arg("wire") = "",
            py::call_guard<py::gil_scoped_release>())
-      .def("exempted", &OverlapScheduler::exempted)
+      .def("exempted", &OverlapScheduler::exempted, py::call_guard<py::gil_scoped_release>())
       // Wrapped, so that warnings are Python's.
       .def("wait", torch::wrap_pybind_function_no_gil(&OverlapScheduler::wait), py::arg("ticket"))
       .def("set_recording", &OverlapScheduler::set_recording, py::arg("on"))
@@ -248,7 +250,8 @@ PYBIND11_MODULE(_C, module) {
            py::call_guard<py::gil_scoped_release>())
       .def("acknowledge", &OverlapScheduler::acknowledge, py::call_guard<py::gil_scoped_release>())
       .def("check", &OverlapScheduler::check, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("failures", &OverlapScheduler::failures)
+      .def_property_readonly(
+          "failures", py::cpp_function(&OverlapScheduler::failures, py::call_guard<py::gil_scoped_release>()))
       .def("renew", &OverlapScheduler::renew, py::call_guard<py::gil_scoped_release>());
 
   register_pieces(module);
@@ -299,7 +302,8 @@ PYBIND11_MODULE(_C, module) {
              "A backend for the ranks of one machine, through shared memory; all ranks make it together.");
   module.def(
       "nodes_backend",
-      [](const c10::intrusive_ptr<c10d::Backend>& whole, const c10::intrusive_ptr<c10d::Backend>& local,
+      [](const c10::intrusive_ptr<c10d::Backend>& whole,
+         const c10::intrusive_ptr<oases::StagedBackend>& local,
          const c10::intrusive_ptr<c10d::Backend>& across,
          std::vector<std::vector<int64_t>> ranks) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<oases::NodesBackend>(whole, local, across, std::move(ranks));

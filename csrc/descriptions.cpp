@@ -1,6 +1,7 @@
 #include "descriptions.h"
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <cstring>
@@ -33,6 +34,11 @@ std::string difference(const Description& one, int lower, const Description& oth
   return c10::str("ranks do not call the same collective: ", text_of(one, lower), ", ",
                   text_of(other, higher),
                   "; call it with the same sizes and types on all ranks of the group");
+}
+
+std::string reason_of(const std::exception& error) {
+  const auto* const known = dynamic_cast<const c10::Error*>(&error);
+  return known ? known->what_without_backtrace() : error.what();
 }
 
 }  // namespace oases

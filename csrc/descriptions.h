@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <string>
 
 namespace oases {
@@ -31,5 +32,7 @@ bool alike(const Description& one, const Description& other);
 std::string text_of(const Description& description, int rank);
 // That two ranks, of which the first is `lower`, do not call the same.
 std::string difference(const Description& one, int lower, const Description& other, int higher);
+// What an exception says, as others are told it: without a backtrace.
+std::string reason_of(const std::exception& error);
 
 }  // namespace oases

@@ -66,6 +66,7 @@ void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
     part.fill_(std::numeric_limits<double>::quiet_NaN());
   }
   ticket->tensors_ = {flat, part};
+  Tickets ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(issuing_);
   const Splits numbers{sent, received};
   const auto by = [&] { return group(wire, label, whole.device().type()); };
@@ -81,7 +82,7 @@ void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
     std::vector<at::Tensor> tensors{flat};
     return by()->allreduce(tensors, options);
   };
-  start(ticket, flat, begin, splits ? &numbers : nullptr);
+  ended = start(ticket, flat, begin, splits ? &numbers : nullptr);
 }
 
 std::string OverlapScheduler::drain(double patience_seconds) {
@@ -115,9 +116,10 @@ std::string OverlapScheduler::drain(double patience_seconds) {
     }
     if (work->exception()) return name + " failed";  // not isSuccess(), which throws for NCCL's works
   }
+  Tickets ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(issuing_);
   for (const auto& ticket : in_flight_) ticket->given_up_ = true;
-  in_flight_.clear();
+  ended.swap(in_flight_);
   return "";
 }
 
@@ -183,6 +185,7 @@ std::string OverlapScheduler::described(const TicketRecord& record) const {
 }
 
 void OverlapScheduler::renew() {
+  Tickets ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(issuing_);
   state_ = State::running;
   failure_.clear();
@@ -190,7 +193,7 @@ void OverlapScheduler::renew() {
   failures_ = started_ = on_wires_ = 0;
   foreign_at_first_ = foreign();
   last_.clear();
-  in_flight_.clear();
+  ended.swap(in_flight_);
   wires_.clear();
   errors_.clear();
   exempted_.clear();

@@ -13,8 +13,9 @@ using Sources = std::vector<const std::byte*>;
 
 // Bytes of a piece of an all-reduce; two pieces are between machines at a time.
 constexpr int64_t kPieceBytes = 4 << 20;
-// Of messages between machines, in turn.
-constexpr uint32_t kTags = 1024;
+// Tags of messages between machines: by the number of the call, and of the exchange in it, both in turn. Of machines
+// that are at different calls, one cannot take the other's messages.
+constexpr uint64_t kCalls = 1 << 14, kExchanges = 1 << 16;
 
 void check_on_host(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), "staged over several machines has no ", name,
@@ -35,20 +36,35 @@ Options waited_for(std::chrono::milliseconds timeout, const Reduce&... reduce) {
 
 }  // namespace
 
-NodesBackend::NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<c10d::Backend> local,
+NodesBackend::NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<StagedBackend> local,
                            c10::intrusive_ptr<c10d::Backend> across, std::vector<std::vector<int64_t>> ranks)
     : Backend(whole->getRank(), whole->getSize()),
       whole_(std::move(whole)),
-      local_(std::move(local)),
       across_(std::move(across)),
+      local_(std::move(local)),
       ranks_(std::move(ranks)) {}
 
 void NodesBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for (const auto& each : {whole_, local_, across_}) each->setTimeout(timeout);
+  timeout_ = timeout;
+  whole_->setTimeout(timeout), across_->setTimeout(timeout), local_->setTimeout(timeout);
 }
 
-c10d::Backend& NodesBackend::whole() {
+void NodesBackend::abort() {
+  local_->abort();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  aborted_ = true;
+  if (waited_for_) waited_for_->abort();
+}
+
+void NodesBackend::note_wait(Work message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::swap(waited_for_, message);  // so the one before is freed without the lock
+  TORCH_CHECK_WITH(DistBackendError, !aborted_, "staged: rank ", getRank(), " aborted the group");
+}
+
+c10d::Backend& NodesBackend::whole(const char* name, const Tensors& used) {
   ++started_;
+  for (const auto& tensor : used) check_on_host(name, tensor);
   return *whole_;
 }
 
@@ -65,26 +81,39 @@ NodesBackend::Tensors NodesBackend::of_ranks(const at::Tensor& rows, int node) c
   return found;
 }
 
-NodesBackend::Work NodesBackend::enqueue(c10d::OpType type, Tensors outputs, std::function<void()> run) {
-  ++started_;
-  return worker_.enqueue(getRank(), type, std::move(outputs), [this, run = std::move(run)](LocalWork&) {
+NodesBackend::Work NodesBackend::enqueue(c10d::OpType type, const char* name, Tensors outputs,
+                                         std::chrono::milliseconds timeout, std::function<void()> check,
+                                         std::function<void()> run) {
+  const uint64_t call = ++started_;
+  const auto checked = [this, name, timeout, check = std::move(check)] {
     try {
+      check();
+    } catch (const std::exception& error) {
+      local_->refuse(name, reason_of(error), timeout)->wait();  // raises it
+    }
+  };
+  return worker_.enqueue(getRank(), type, std::move(outputs), [=, this, run = std::move(run)](LocalWork&) {
+    call_ = call, exchanges_ = 0;
+    try {
+      checked();
       run();
-    } catch (const c10::ValueError&) {
-      throw;  // of all ranks
-    } catch (...) {
-      local_->abort();  // this machine's other ranks wait for this one in the next step
+    } catch (const std::exception& error) {
+      // A ValueError before any exchange is that of the machine's ranks alike, perhaps of all machines'. After any
+      // other error they wait for this rank in the next step, or it has left a message half sent.
+      if (exchanges_ > 0 || dynamic_cast<const c10::ValueError*>(&error) == nullptr) local_->abort();
       throw;
     }
   });
 }
 
 // What goes to and comes from the ranks of this place on other machines. gloo's own collectives of two ranks keep a
-// link less busy than messages both ways.
+// link less busy than messages both ways. Every call makes a step within the machine first, where ranks compare it.
 struct NodesBackend::Exchange {
   // Of each machine; this one's stay.
-  Exchange(NodesBackend& of, const Tensors& to, const Tensors& from) {
-    const int tag = static_cast<int>(of.exchanges_++ % kTags), here = of.across_->getRank();
+  Exchange(NodesBackend& of, const Tensors& to, const Tensors& from) : of(&of) {
+    const int here = of.across_->getRank();
+    const int tag = static_cast<int>(of.call_ % kCalls * kExchanges + of.exchanges_++ % kExchanges);
+    of.note_wait(nullptr);
     for (const bool sends : {false, true})
       for (int node = 0; node < of.across_->getSize(); ++node) {
         if (node == here) continue;
@@ -94,8 +123,14 @@ struct NodesBackend::Exchange {
   }
   // timeout: kUnsetTimeout for the group's.
   void wait(std::chrono::milliseconds timeout) {
-    for (const auto& work : works) work->wait(timeout == c10d::kUnsetTimeout ? kNoTimeout : timeout);
+    if (timeout == c10d::kUnsetTimeout) timeout = of->timeout_;
+    for (const auto& work : works) {
+      of->note_wait(work);
+      work->wait(timeout);
+      of->note_wait(nullptr);
+    }
   }
+  NodesBackend* of;
   std::vector<Work> works;
 };
 
@@ -125,11 +160,11 @@ void NodesBackend::sum(const at::Tensor& tensor, const c10d::ReduceOp& reduce,
   at::Tensor flat = tensor.is_contiguous() ? tensor.view(-1) : tensor.contiguous().view(-1);
   if (padded != n) flat = at::constant_pad_nd(flat, {0, padded - n});
   const int64_t most = std::max<int64_t>(1, kPieceBytes / flat.element_size() / size) * size;
-  const int64_t pieces = (padded + most - 1) / most;
+  const int64_t pieces = std::max<int64_t>(1, (padded + most - 1) / most);  // one of no numbers, to compare
   const auto scattered = waited_for<c10d::ReduceScatterOptions>(timeout, reduce);
   const auto gathered = waited_for<c10d::AllgatherOptions>(timeout);
   std::vector<Piece> all(pieces);
-  for (int64_t step = 0; pieces > 0 && step < pieces + 2; ++step) {
+  for (int64_t step = 0; step < pieces + 2; ++step) {
     if (step < pieces) {
       Piece& piece = all[step];
       piece.whole = flat.narrow(0, step * most, std::min(most, padded - step * most));
@@ -164,112 +199,135 @@ NodesBackend::Work NodesBackend::allreduce(Tensors& tensors, const c10d::Allredu
 
 NodesBackend::Work NodesBackend::allreduce_coalesced(Tensors& tensors,
                                                      const c10d::AllreduceCoalescedOptions& options) {
-  for (const auto& tensor : tensors) {
-    check_on_host("all_reduce", tensor), staged::check_layout("all_reduce", tensor);
-    check_reduction("all_reduce", tensor.scalar_type(), options.reduceOp);
-  }
-  return enqueue(c10d::OpType::ALLREDUCE, tensors,
-                 [this, tensors, reduce = options.reduceOp, timeout = options.timeout] {
-                   for (const auto& tensor : tensors) sum(tensor, reduce, timeout);
-                 });
+  const auto reduce = options.reduceOp;
+  const auto timeout = options.timeout;
+  return enqueue(
+      c10d::OpType::ALLREDUCE, "all_reduce", tensors, timeout,
+      [tensors, reduce] {
+        for (const auto& tensor : tensors) {
+          check_on_host("all_reduce", tensor), staged::check_layout("all_reduce", tensor);
+          check_reduction("all_reduce", tensor.scalar_type(), reduce);
+        }
+      },
+      [this, tensors, reduce, timeout] {
+        for (const auto& tensor : tensors) sum(tensor, reduce, timeout);
+      });
 }
 
 NodesBackend::Work NodesBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) {
-  check_on_host("all_gather", output), check_on_host("all_gather", input);
-  staged::check_parts("all_gather", output, input, getSize());
-  return enqueue(c10d::OpType::_ALLGATHER_BASE, {output}, [this, output, input, timeout = options.timeout] {
+  const auto check = [this, output, input] {
+    check_on_host("all_gather", output), check_on_host("all_gather", input);
+    staged::check_parts("all_gather", output, input, getSize());
+  };
+  const auto run = [this, output, input, timeout = options.timeout] {
     const int here = across_->getRank();
     const at::Tensor own = as_bytes(input), rows = as_bytes(output).view({getSize(), own.numel()});
     Tensors of_place;
     for (const auto& machine : ranks_) of_place.push_back(rows[machine[local_->getRank()]]);
-    Exchange exchange(*this, Tensors(of_place.size(), own), of_place);
-    of_place[here].copy_(own);
     const auto give = [&](int node) {  // what this machine's ranks have of another's ranks, to one another
       std::vector<Tensors> targets{of_ranks(rows, node)};
       Tensors source{of_place[node]};
       local_->allgather(targets, source, waited_for<c10d::AllgatherOptions>(timeout))->wait();
     };
+    of_place[here].copy_(own);
     give(here);
+    Exchange exchange(*this, Tensors(of_place.size(), own), of_place);
     exchange.wait(timeout);
     for (int node = 0; node < across_->getSize(); ++node)
       if (node != here) give(node);
-  });
+  };
+  return enqueue(c10d::OpType::_ALLGATHER_BASE, "all_gather", {output}, options.timeout, check, run);
 }
 
 NodesBackend::Work NodesBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::ReduceScatterOptions& options) {
-  check_on_host("reduce_scatter", output), check_on_host("reduce_scatter", input);
-  staged::check_parts("reduce_scatter", input, output, getSize());
-  check_reduction("reduce_scatter", input.scalar_type(), options.reduceOp);
-  return enqueue(
-      c10d::OpType::_REDUCE_SCATTER_BASE, {output},
-      [this, output, input, reduce = options.reduceOp, timeout = options.timeout] {
-        const int64_t machines = across_->getSize(), n = output.numel();
-        const at::Tensor rows = input.view({getSize(), n}), own = at::empty({machines, n}, input.options());
-        const at::Tensor parts = at::empty_like(own);
-        for (int node = 0; node < machines; ++node) {
-          std::vector<Tensors> sources{of_ranks(rows, node)};
-          Tensors target{own[node]};
-          local_->reduce_scatter(target, sources, waited_for<c10d::ReduceScatterOptions>(timeout, reduce))
-              ->wait();
-        }
-        Exchange(*this, own.unbind(), parts.unbind()).wait(timeout);
-        add_parts(own[across_->getRank()], parts, output, reduce);
-      });
+  const auto check = [this, output, input, reduce = options.reduceOp] {
+    check_on_host("reduce_scatter", output), check_on_host("reduce_scatter", input);
+    staged::check_parts("reduce_scatter", input, output, getSize());
+    check_reduction("reduce_scatter", input.scalar_type(), reduce);
+  };
+  const auto run = [this, output, input, reduce = options.reduceOp, timeout = options.timeout] {
+    const int64_t machines = across_->getSize(), n = output.numel();
+    const at::Tensor rows = input.view({getSize(), n}), own = at::empty({machines, n}, input.options());
+    const at::Tensor parts = at::empty_like(own);
+    for (int node = 0; node < machines; ++node) {
+      std::vector<Tensors> sources{of_ranks(rows, node)};
+      Tensors target{own[node]};
+      local_->reduce_scatter(target, sources, waited_for<c10d::ReduceScatterOptions>(timeout, reduce))
+          ->wait();
+    }
+    Exchange(*this, own.unbind(), parts.unbind()).wait(timeout);
+    add_parts(own[across_->getRank()], parts, output, reduce);
+  };
+  return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", {output}, options.timeout, check, run);
 }
 
 NodesBackend::Work NodesBackend::barrier(const c10d::BarrierOptions& options) {
-  return enqueue(c10d::OpType::BARRIER, {}, [this, options] { whole_->barrier(options)->wait(); });
+  const auto run = [this, options] {
+    local_->barrier(options)->wait();
+    const auto bytes = [this] { return at::zeros({across_->getSize(), 1}, at::kByte).unbind(); };
+    Exchange(*this, bytes(), bytes()).wait(options.timeout);
+    local_->barrier(options)->wait();
+  };
+  return enqueue(c10d::OpType::BARRIER, "barrier", {}, options.timeout, [] {}, run);
 }
 
 NodesBackend::Work NodesBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return whole().broadcast(tensors, options);
+  return whole("broadcast", tensors).broadcast(tensors, options);
 }
 
 NodesBackend::Work NodesBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return whole().reduce(tensors, options);
+  return whole("reduce", tensors).reduce(tensors, options);
 }
 
 NodesBackend::Work NodesBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) {
-  return whole().allgather(outputs, inputs, options);
+  return whole("all_gather", staged::joined(staged::first_of(outputs), inputs))
+      .allgather(outputs, inputs, options);
 }
 
 NodesBackend::Work NodesBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                         const c10d::GatherOptions& options) {
-  return whole().gather(outputs, inputs, options);
+  return whole("gather", staged::joined(staged::first_of(outputs), inputs)).gather(outputs, inputs, options);
 }
 
 NodesBackend::Work NodesBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ScatterOptions& options) {
-  return whole().scatter(outputs, inputs, options);
+  return whole("scatter", staged::joined(staged::first_of(inputs), outputs))
+      .scatter(outputs, inputs, options);
 }
 
 NodesBackend::Work NodesBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                 const c10d::ReduceScatterOptions& options) {
-  return whole().reduce_scatter(outputs, inputs, options);
+  return whole("reduce_scatter", staged::joined(staged::first_of(inputs), outputs))
+      .reduce_scatter(outputs, inputs, options);
 }
 
 NodesBackend::Work NodesBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>& output_splits,
                                                std::vector<int64_t>& input_splits,
                                                const c10d::AllToAllOptions& options) {
-  return whole().alltoall_base(output, input, output_splits, input_splits, options);
+  return whole("all_to_all", {output, input})
+      .alltoall_base(output, input, output_splits, input_splits, options);
 }
 
 NodesBackend::Work NodesBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllToAllOptions& options) {
-  return whole().alltoall(outputs, inputs, options);
+  return whole("all_to_all", staged::joined(outputs, inputs)).alltoall(outputs, inputs, options);
 }
 
 NodesBackend::Work NodesBackend::send(Tensors& tensors, int to, int tag) {
   const Peer other = peer(to);
+  if (other.by == whole_.get())
+    for (const auto& tensor : tensors) check_on_host("send", tensor);
   return other.by->send(tensors, other.rank, tag);
 }
 
 NodesBackend::Work NodesBackend::recv(Tensors& tensors, int from, int tag) {
   const Peer other = peer(from);
+  if (other.by == whole_.get())
+    for (const auto& tensor : tensors) check_on_host("recv", tensor);
   return other.by->recv(tensors, other.rank, tag);
 }
 

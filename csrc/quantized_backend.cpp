@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "quantized_blocks.h"
 #include "stream_work.h"
@@ -96,11 +97,12 @@ struct QuantizedBackend::Piece {
   Work work;
 };
 
-// What rounding changes in a collective: kept in `residual` [as the data], if there is one, and measured.
+// Of a collective: what rounding changes, kept in `residual` [as the data], if there is one, and measured.
 struct QuantizedBackend::Rounding {
   at::Tensor residual;
   bool measured = false;
-  double squares = 0, norm = 0;  // of this rank's errors, and of the results or of what it sent
+  double squares = 0, norm = 0;        // of this rank's errors, and of the results or of what it sent
+  std::vector<Work>* steps = nullptr;  // where a stream's are kept; the worker's thread keeps none
 
   bool wanted() const { return residual.defined() || measured; }
 
@@ -172,16 +174,16 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   ready.block(*stream_);
   Rounding rounding;
   label_.clear();
-  steps_.clear();
+  std::vector<Work> steps;
+  rounding.steps = &steps;
   run(how, rounding);
-  return c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_,
-                                         std::exchange(steps_, {}));
+  return c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_, std::move(steps));
 }
 
 // Waits for a step: the worker's thread, or the backend's stream.
-void QuantizedBackend::finish(Work& work) {
+void QuantizedBackend::finish(Work& work, Rounding& rounding) {
   work->wait();
-  if (stream_) steps_.push_back(work);
+  if (rounding.steps) rounding.steps->push_back(work);
 }
 
 // By the errors of every rank's roundings, as if they were independent.
@@ -217,7 +219,7 @@ void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& r
     piece.work = exchange(piece.received, piece.sent);
   };
   const auto reduce = [&](Piece& piece) {
-    finish(piece.work);
+    finish(piece.work, rounding);
     at::Tensor mine = piece.packed(piece.sent, rank);
     Quantization again = how;
     again.seed += 1;
@@ -236,7 +238,7 @@ void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& r
     piece.work = inner(all)._allgather_base(all, mine);
   };
   const auto end = [&](Piece& piece) {
-    finish(piece.work);
+    finish(piece.work, rounding);
     for (int other = 0; other < size; ++other)
       if (piece.count(other) > 0) blocks::unpack(how, piece.packed(piece.received, other), piece.of(other));
     piece.sent.reset(), piece.received.reset();
@@ -290,7 +292,7 @@ QuantizedBackend::Work QuantizedBackend::_allgather_base(at::Tensor& output, at:
         rounding.note_result(data);
         bytes_sent_ += stride * (getSize() - 1);
         Work work = inner(all)._allgather_base(all, mine);
-        finish(work);
+        finish(work, rounding);
         into(output, [&](const at::Tensor& result) {
           for (int rank = 0; rank < getSize(); ++rank)
             blocks::unpack(how, all.narrow(0, rank * stride, stride), result.narrow(0, rank * n, n));
@@ -315,7 +317,7 @@ QuantizedBackend::Work QuantizedBackend::_reduce_scatter_base(at::Tensor& output
                      rounding.note(how, part, packed, rank * n);
                    }
                    Work work = exchange(received, sent);
-                   finish(work);
+                   finish(work, rounding);
                    into(output, [&](const at::Tensor& result) {
                      blocks::sum(how, data.narrow(0, getRank() * n, n), received.view({getSize(), stride}),
                                  getRank(), result);
@@ -329,6 +331,8 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
                                                        std::vector<int64_t>& input_splits,
                                                        const c10d::AllToAllOptions&) {
   check_numbers("all_to_all", output), check_numbers("all_to_all", input);
+  c10d::checkSplitSizes(output_splits, output, getSize());
+  c10d::checkSplitSizes(input_splits, input, getSize());
   // In numbers; torch gives none for equal parts, and otherwise rows.
   const auto parts_of = [this](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     if (splits.empty()) return std::vector<int64_t>(getSize(), tensor.numel() / getSize());
@@ -367,7 +371,7 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
     bytes_sent_ += sent.numel();
     auto counts = received_bytes;  // gloo takes the vectors that it is given
     Work work = inner(received).alltoall_base(received, sent, counts, sent_bytes, {});
-    finish(work);
+    finish(work, rounding);
     into(output, [&](const at::Tensor& result) {
       int64_t at = 0, from = 0;
       for (int rank = 0; rank < getSize(); ++rank) {

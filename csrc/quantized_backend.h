@@ -70,7 +70,7 @@ class QuantizedBackend : public c10d::Backend {
   void sum(const at::Tensor& data, Quantization how, Rounding& rounding);
   Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
   Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how);
-  void finish(Work& work);
+  static void finish(Work& work, Rounding& rounding);
   void judge(const std::string& layer, Errors& errors, bool exemptable, const Rounding& rounding,
              LocalWork& work);
   Work exchange(at::Tensor& received, at::Tensor& sent);
@@ -84,8 +84,7 @@ class QuantizedBackend : public c10d::Backend {
   std::string label_;
   std::map<std::string, Errors> errors_;  // by layer; of the worker's thread
   std::atomic<int64_t> bytes_sent_{0};
-  std::optional<c10::Stream> stream_;  // of an accelerator
-  std::vector<Work> steps_;            // of the collective that is being queued there
+  std::optional<c10::Stream> stream_;  // of an accelerator; of the callers' thread
   Worker worker_;                      // last member: its thread reads the others
 };
 

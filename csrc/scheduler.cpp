@@ -156,9 +156,10 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
     refuse_blocking_waits();
     record_event(ticket->at_issue_, counted.device());
   }
+  Tickets ended;  // freed without the lock
   std::unique_lock<std::mutex> lock(issuing_);
   if (state_ != State::running) stop(lock, c10::str(collective, " of ", label));
-  this->start(ticket, counted, start, splits);
+  ended = this->start(ticket, counted, start, splits);
   lock.unlock();
   if (counted.is_cpu()) {
     try {
@@ -171,9 +172,9 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
   return ticket;
 }
 
-// Call with issuing_ held.
-void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
-                             const Start& start, const Splits* splits) {
+OverlapScheduler::Tickets OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket,
+                                                  const at::Tensor& counted, const Start& start,
+                                                  const Splits* splits) {
   const TicketRecord& record = ticket->record_;
   ticket->work_ = start(*ticket);
   TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
@@ -195,10 +196,14 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   }
   if (last_.size() > kRemembered) last_.pop_front();
   // Tickets that an exception left without a wait are released once they have finished.
+  Tickets ended;
   while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
-         in_flight_.front()->work_->isCompleted())
+         in_flight_.front()->work_->isCompleted()) {
+    ended.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
+  }
   in_flight_.push_back(ticket);
+  return ended;
 }
 
 // On a stream on which nothing else is queued: the event of the compute stream's wait says when that came to it.
@@ -317,7 +322,11 @@ void OverlapScheduler::wait_on_host(c10d::Work& work) {
       return;
     } catch (const std::exception&) {
       // Timed out or failed? Not every work can report completion, but waiting again can.
-      if (work.isCompleted() || monotonic_seconds() - before < 0.9) throw;
+      if (monotonic_seconds() - before < 0.9) throw;
+      if (work.isCompleted()) {  // perhaps since the time-out
+        work.wait();
+        return;
+      }
     }
     const std::lock_guard<std::mutex> lock(issuing_);
     TORCH_CHECK(state_ != State::broken, broken_);

@@ -47,6 +47,7 @@ struct Held {
                    [] {
                      for (const int number : all().files) close(number);
                      all().files.clear();
+                     all().mapped.clear();
                      all().mutex.unlock();
                    });
   }
@@ -140,7 +141,10 @@ std::shared_ptr<std::byte> SharedFile::map(int64_t bytes) const {
               " bytes of shared memory failed: ", std::strerror(errno));
   madvise(memory, bytes, MADV_DONTFORK);
   std::shared_ptr<std::byte> mapped(static_cast<std::byte*>(memory),
-                                    [bytes](std::byte* start) { munmap(start, bytes); });
+                                    [bytes, process = getpid()](std::byte* start) {
+                                      // A fork may have something else there.
+                                      if (getpid() == process) munmap(start, bytes);
+                                    });
   known[inode()] = mapped;
   return mapped;
 }

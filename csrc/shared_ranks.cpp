@@ -95,13 +95,6 @@ int spins_for(int ranks) {
 }
 }  // namespace
 
-SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         milliseconds timeout)
-    : rank_(rank), size_(size), spins_(spins_for(size)) {
-  lay_out();
-  open(store, timeout);
-}
-
 SharedRanks::~SharedRanks() {
   if (!memory_ || getpid() != processes_[rank_].id) return;  // a forked child has no such memory
   board(rank_).left.store(1, std::memory_order_seq_cst);
@@ -163,8 +156,13 @@ struct SharedRanks::Join {
   }
 
   [[noreturn]] void give_up(const std::string& why) {
-    store->set(kGivenUp, bytes_of_text("staged: " + why));
+    tell(why);
     fail("staged: " + why);
+  }
+
+  // Unless a rank has told before.
+  void tell(const std::string& why) {
+    if (!store->check({kGivenUp})) store->set(kGivenUp, bytes_of_text("staged: " + why));
   }
 
   static constexpr const char* kGivenUp = "staged/given up";
@@ -198,8 +196,23 @@ struct SharedRanks::Join {
   }
 };
 
-void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
+SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         milliseconds timeout)
+    : rank_(rank), size_(size), spins_(spins_for(size)) {
+  lay_out();
   Join join(*this, store, timeout);
+  try {
+    open(join);
+  } catch (const c10::ValueError&) {
+    throw;  // of all: each finds a rank that is on another machine than its own
+  } catch (const std::exception& error) {
+    join.tell(c10::str("rank ", rank_, " failed to join: ", reason_of(error)));
+    throw;
+  }
+}
+
+void SharedRanks::open(Join& join) {
+  const auto& store = join.store;
   SharedFile file;
   if (rank_ == 0) file = SharedFile::create(bytes_);
   const std::string own_machine = machine();
@@ -218,7 +231,8 @@ void SharedRanks::open(const c10::intrusive_ptr<c10d::Store>& store, millisecond
     if (awaited.value() == until) break;
     join.look();
     if (join.patience.over())
-      join.give_up(c10::str("timed out after ", timeout.count(), " ms waiting for all ranks to join"));
+      join.give_up(
+          c10::str("timed out after ", join.patience.timeout.count(), " ms waiting for all ranks to join"));
   }
   if (rank_ == 0) {
     for (int rank = 0; rank < size_; ++rank)

@@ -97,7 +97,7 @@ class SharedRanks {
   struct Board;
   struct Join;
   void lay_out();
-  void open(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout);
+  void open(Join& join);
   // Breaks the group and raises the reason.
   [[noreturn]] void give_up(const std::string& reason);
   Control& control() const;

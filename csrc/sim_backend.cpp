@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "device_work.h"
 #include "kernels.h"
@@ -147,6 +148,8 @@ SimBackend::Work SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<int64_t>& output_splits,
                                            std::vector<int64_t>& input_splits,
                                            const c10d::AllToAllOptions& options) {
+  c10d::checkSplitSizes(output_splits, output, getSize());
+  c10d::checkSplitSizes(input_splits, input, getSize());
   // A link is as busy with sending as with receiving; a rank's own rows are not sent.
   const auto bytes_on_wire = [this](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     const double n = getSize(), all = bytes_of(tensor);

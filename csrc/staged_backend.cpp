@@ -1,5 +1,7 @@
 #include "staged_backend.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -20,8 +22,10 @@ StagedBackend::StagedBackend(const c10::intrusive_ptr<c10d::Store>& store, int r
 }
 
 StagedBackend::~StagedBackend() {
-  if (getpid() != process_) {  // threads that a fork does not have cannot be joined
+  if (getpid() != process_) {  // a fork has none of the threads, and what they wait on cannot end there
     thread_.detach();
+    static_cast<void>(changed_.release());
+    static_cast<void>(new std::deque<Job>(std::move(queue_)));
     static_cast<void>(mail_.release());
     static_cast<void>(streams_.release());
     for (auto& [_, streams] : message_streams_) static_cast<void>(streams.release());
@@ -31,7 +35,7 @@ StagedBackend::~StagedBackend() {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
   }
-  changed_.notify_all();
+  changed_->notify_all();
   join_thread(thread_);
 }
 
@@ -50,18 +54,26 @@ std::chrono::milliseconds StagedBackend::timeout_or_default(std::chrono::millise
   return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
 }
 
-StagedStreams& StagedBackend::streams(c10::Device device) {
+StagedStreams& StagedBackend::made(const char* name, std::unique_ptr<StagedStreams>& streams,
+                                   const std::function<std::unique_ptr<StagedStreams>()>& make) {
+  try {
+    if (!streams) streams = make();
+  } catch (const std::exception& error) {
+    // The other ranks queue what this one cannot, and would learn of that at their timeout.
+    ranks_->break_group(c10::str(name, ": rank ", getRank(), " failed: ", reason_of(error)));
+    throw;
+  }
+  return *streams;
+}
+
+StagedStreams& StagedBackend::streams(const char* name, c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!streams_) {
+  return made(name, streams_, [&] {
     std::vector<int> all(getSize());
     std::iota(all.begin(), all.end(), 0);
-    streams_ = std::make_unique<StagedStreams>(
-        ranks_, device, DeviceArea(ranks_->device_area(), std::move(all), DeviceArea::kAllSlots), 3);
-  }
-  TORCH_CHECK_VALUE(streams_->device() == device, "staged: rank ", getRank(), " gave this group a tensor on ",
-                    streams_->device(), " before, and now one on ", device,
-                    "; keep to one device, or make a group for each");
-  return *streams_;
+    DeviceArea area(ranks_->device_area(), std::move(all), DeviceArea::kAllSlots);
+    return std::make_unique<StagedStreams>(ranks_, device, std::move(area), 3);
+  });
 }
 
 StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
@@ -71,15 +83,19 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
   const auto found =
       std::find_if(used.begin(), used.end(), [](const auto& tensor) { return !tensor.is_cpu(); });
   if (found != used.end()) {
-    StagedStreams& by = streams(found->device());
+    StagedStreams& by = streams(name, found->device());
     const Patience patience(name, timeout_or_default(how.timeout));
     return by.queue(type, std::move(outputs), used, patience, [&] {
+      TORCH_CHECK_VALUE(by.device() == found->device(), "staged: rank ", getRank(),
+                        " gave this group a tensor on ", by.device(), " before, and now one on ",
+                        found->device(), "; keep to one device, or make a group for each");
       for (const auto& tensor : used) check_on_device(name, tensor, by.device());
       run(by, patience);
     });
   }
   auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
   const auto job = [run = std::move(run), name, timeout = timeout_or_default(how.timeout), this] {
+    const at::AutoDispatchBelowADInplaceOrView below;  // as in worker.h
     ranks_->check_whole();
     const Patience patience(name, timeout);
     const uint32_t turn = collectives_.turn();
@@ -88,15 +104,14 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
     } catch (const std::exception& error) {
       if (collectives_.turn() != turn) throw;
       // The other ranks join: left out, this call would pair their next one with this rank's.
-      const auto* const known = dynamic_cast<const c10::Error*>(&error);
-      collectives_.refuse(known ? known->what_without_backtrace() : error.what(), patience);
+      collectives_.refuse(reason_of(error), patience);
     }
   };
   std::unique_lock<std::mutex> lock(mutex_);
   if (how.async || busy_ || !queue_.empty()) {
     queue_.push_back({work, job});
     lock.unlock();
-    changed_.notify_all();
+    changed_->notify_all();
     return work;
   }
   busy_ = true;
@@ -111,7 +126,7 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
   busy_ = false;
   const bool queued = !queue_.empty();
   lock.unlock();
-  if (queued) changed_.notify_all();
+  if (queued) changed_->notify_all();
   work->end(error);
   return work;
 }
@@ -119,7 +134,7 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
 void StagedBackend::serve() {
   while (true) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !busy_ && (closing_ || !queue_.empty()); });
+    changed_->wait(lock, [this] { return !busy_ && (closing_ || !queue_.empty()); });
     if (queue_.empty()) return;
     Job job = std::move(queue_.front());
     queue_.pop_front();
@@ -361,6 +376,15 @@ StagedBackend::Work StagedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                           received, inputs[0].scalar_type(), patience);
                    bring_back(to, outputs);
                  });
+}
+
+StagedBackend::Work StagedBackend::refuse(const char* name, const std::string& reason,
+                                          std::chrono::milliseconds timeout) {
+  c10d::BarrierOptions options;
+  options.timeout = timeout;
+  options.asyncOp = false;
+  return enqueue(c10d::OpType::UNKNOWN, name, How(options), {}, {},
+                 [reason](Collectives&, const Patience&) { TORCH_CHECK_VALUE(false, reason); });
 }
 
 StagedBackend::Work StagedBackend::barrier(const c10d::BarrierOptions& options) {

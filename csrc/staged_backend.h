@@ -67,6 +67,8 @@ class StagedBackend : public c10d::Backend {
   Work send(Tensors& tensors, int to, int tag) override;
   Work recv(Tensors& tensors, int from, int tag) override;
   Work recvAnysource(Tensors& tensors, int tag) override;
+  // Joins the others' collective of CPU tensors in place of one that cannot be made here: all ranks raise the reason.
+  Work refuse(const char* name, const std::string& reason, std::chrono::milliseconds timeout);
 
  private:
   struct Job {
@@ -83,9 +85,12 @@ class StagedBackend : public c10d::Backend {
   using Run = std::function<void(Collectives&, const Patience&)>;
   // used: all tensors, of which those of a device decide how it runs.
   Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs, const Tensors& used, Run run);
-  StagedStreams& streams(c10::Device device);
+  StagedStreams& streams(const char* name, c10::Device device);
   // Those of messages of a device from one rank to another.
-  StagedStreams& message_streams(c10::Device device, int from, int to);
+  StagedStreams& message_streams(const char* name, c10::Device device, int from, int to);
+  // `streams`, made if there are none; an error there breaks the group. Call with mutex_ held.
+  StagedStreams& made(const char* name, std::unique_ptr<StagedStreams>& streams,
+                      const std::function<std::unique_ptr<StagedStreams>()>& make);
   // sends: or receives. other: the rank at the other end.
   Work message(const char* name, const at::Tensor& tensor, int other, int tag, bool sends);
   void serve();
@@ -108,7 +113,7 @@ class StagedBackend : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> started_{0};
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::deque<Job> queue_;
   bool busy_ = false, closing_ = false;
   std::unique_ptr<StagedMail> mail_;        // from the first message on

@@ -97,7 +97,7 @@ void StagedMail::serve() {
     for (int rank = 0; rank < ranks_->size(); ++rank) {
       moved |= push(rank, sends_[rank]);
       moved |= pull(rank);
-      idle &= sends_[rank].empty();
+      idle &= sends_[rank].empty() && !incoming_[rank].into;  // after the pull, which may begin one
     }
     if (moved) continue;
     drop_lost();

@@ -13,14 +13,12 @@ StagedMail& StagedBackend::mail() {
   return *mail_;
 }
 
-StagedStreams& StagedBackend::message_streams(c10::Device device, int from, int to) {
+StagedStreams& StagedBackend::message_streams(const char* name, c10::Device device, int from, int to) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& found = message_streams_[{from, to}];
-  if (!found) {
+  return made(name, message_streams_[{from, to}], [&] {
     DeviceArea area(ranks_->message_area(from, to), {from, to}, DeviceArea::message_slots(getSize()));
-    found = std::make_unique<StagedStreams>(ranks_, device, std::move(area), 1);
-  }
-  return *found;
+    return std::make_unique<StagedStreams>(ranks_, device, std::move(area), 1);
+  });
 }
 
 StagedBackend::Work StagedBackend::message(const char* name, const at::Tensor& tensor, int other, int tag,
@@ -32,7 +30,7 @@ StagedBackend::Work StagedBackend::message(const char* name, const at::Tensor& t
   if (tensor.is_cpu())
     return sends ? mail().send(tensor, other, tag, timeout_) : mail().receive(tensor, other, tag, timeout_);
   check_process(name);
-  StagedStreams& by = message_streams(tensor.device(), sends ? rank : other, sends ? other : rank);
+  StagedStreams& by = message_streams(name, tensor.device(), sends ? rank : other, sends ? other : rank);
   const Patience patience(name, timeout_);
   return by.queue(sends ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, {tensor}, patience, [&] {
     check_on_device(name, tensor, by.device());

@@ -61,8 +61,13 @@ StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device dev
 
 StagedStreams::~StagedStreams() {
   watch_.reset();
-  const c10::StreamGuard on(in_);
-  words_.remove_memory(area_.memory());
+  try {
+    const c10::StreamGuard on(in_);
+    words_.remove_memory(area_.memory());
+  } catch (const std::exception& error) {
+    // After a failed kernel every call fails so, and a destructor must not.
+    TORCH_WARN("staged: rank ", ranks_->rank(), " keeps its memory pinned: ", reason_of(error));
+  }
 }
 
 std::shared_ptr<Watched> StagedStreams::begin(const std::vector<at::Tensor>& used, const Patience& patience) {
@@ -90,7 +95,8 @@ c10::intrusive_ptr<c10d::Work> StagedStreams::end(c10d::OpType type, std::vector
   added_.record(adding_), added_.block(in_);
   watched->done->record(in_);
   // in_ goes on once all three have done their part.
-  for (at::Tensor tensor : used) tensor.record_stream(in_);
+  for (at::Tensor tensor : used)
+    if (tensor.device() == device_) tensor.record_stream(in_);  // one elsewhere was refused
   watched->last_piece = piece_;
   watched->sums = sums_;
   watch_->add(watched);
@@ -99,8 +105,7 @@ c10::intrusive_ptr<c10d::Work> StagedStreams::end(c10d::OpType type, std::vector
 }
 
 void StagedStreams::give_up(const std::exception& error, uint32_t turn, const Patience& patience) {
-  const auto* const known = dynamic_cast<const c10::Error*>(&error);
-  const std::string reason = known ? known->what_without_backtrace() : error.what();
+  const std::string reason = reason_of(error);
   left_ = 0;
   if (turn_ == turn)
     agree({kRefused, 0, -1, -1, 0}, patience, reason);

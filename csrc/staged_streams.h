@@ -43,12 +43,13 @@ class StagedStreams final : public Collectives {
     const std::lock_guard<std::mutex> lock(mutex_);
     ranks_->check_whole();
     const uint32_t turn = turn_;
-    auto watched = begin(used, patience);
+    std::shared_ptr<Watched> watched;
     try {
+      watched = begin(used, patience);
       run();
     } catch (const std::exception& error) {
       give_up(error, turn, patience);
-      end(type, {}, used, std::move(watched));  // what was queued
+      if (watched) end(type, {}, used, std::move(watched));  // what was queued
       throw;
     }
     return end(type, std::move(outputs), used, std::move(watched));

@@ -81,8 +81,14 @@ void StreamWatch::add(std::shared_ptr<Watched> watched) {
 }
 
 void StreamWatch::serve() {
-  // A new thread is on device 0, where it would take memory.
-  c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+  try {
+    // A new thread is on device 0, where it would take memory.
+    c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+  } catch (const std::exception& error) {
+    // It looks on, so that the waits of streams end, and works raise this.
+    ranks_->break_group(
+        c10::str("staged: rank ", ranks_->rank(), " cannot use ", device_, ": ", reason_of(error)));
+  }
   bool poisoned = false;
   std::shared_ptr<Watched> stuck;
   std::unique_lock<std::mutex> lock(mutex_);

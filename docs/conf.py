@@ -15,7 +15,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 import oases
-from oases.cli import _parser
+from oases.cli import _COMPLETION, _parser
 
 project = "oases"
 version = release = oases.__version__
@@ -69,12 +69,17 @@ class CommandLine(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Sections, one per command."""
         found: list[nodes.Node] = []
-        for name, parser in commands(_parser([])):
+        for name, parser in all_commands():
             section = nodes.section(ids=[nodes.make_id(f"oases {name}")])
             section += nodes.title(text=f"oases {name}")
             self.state.nested_parse(StringList(list(command_lines(parser))), 0, section)
             found.append(section)
         return found
+
+
+def all_commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command of oases that takes options, by name."""
+    return commands(_parser([_COMPLETION]))  # other arguments leave out options of other commands
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

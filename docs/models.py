@@ -55,7 +55,6 @@ def rows(report: PartitionReport) -> list[str]:
 
 
 def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]:
-    how = {"across layers": f"across layers, `{layers.schedule}`", "inside layers": "inside layers"}
     remarks = [layers.reason] if layers.reason else []
     if layers.experts:
         remarks.append(f"expert-parallel: {grouped(layers.experts)}")
@@ -70,7 +69,7 @@ def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]
         vocabulary,
         grouped(layers.replicated),
         str(layers.blocks_per_layer or ""),
-        how.get(layers.runs, "no"),
+        "no" if layers.runs == "replicated" else layers.runs,
         "; ".join(remarks),
     )
 

@@ -106,7 +106,7 @@ def _no_constant(name: str) -> None:
 def _require_small(text: str | bytes) -> None:
     """Raise ValueError for more values than fit into _MOST_PARSED bytes, by brackets and commas."""
     weights = {"{": 300, "[": 100, ",": 120}
-    size = 2 * len(text)
+    size = 4 * len(text)  # so what can be parsed is no larger than what `read_text` reads
     for mark, weight in weights.items():
         size += weight * (text.count(mark) if isinstance(text, str) else text.count(mark.encode()))
     if size > _MOST_PARSED:
@@ -158,6 +158,8 @@ def _replace(target: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         mask = os.umask(0)  # mkstemp makes files that only the owner can read
         os.umask(mask)
         os.chmod(name, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)

@@ -138,7 +138,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
         columns = ("design", "contestant", "F1 of the support", "accuracy", "non-zeros", "seconds")
         yield table(columns, recovered, words=2, title=title)
     if result["missing"]:
-        yield f"not installed, left out: {', '.join(result['missing'])}; pip install 'oases[svm-bench]'"
+        yield f"not installed, left out: {', '.join(result['missing'])}; pip install {' '.join(result['missing'])}"
 
 
 def _with_error(value: float, error: float | None, digits: int) -> str:

@@ -6,7 +6,7 @@ Requires numpy, scipy and scikit-learn; torch only for a process group, matplotl
 try:
     import sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError("oases.svm needs scikit-learn; install it with: pip install 'oases[svm]'") from error
+    raise ImportError("oases.svm needs scikit-learn; install it with: pip install scikit-learn") from error
 
 from oases_svm.cross_validation import NonconvexSVCCV
 from oases_svm.estimator import NonconvexSVC

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", nargs="+", help="names of the mutations to run (default: all)")
-    parser.add_argument("--all", action="store_true", help="run the whole of `make test` for one that survives")
+    parser.add_argument("--all", action="store_true", help="run the whole of `make test-all` for one that survives")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the outcomes to FILE")
     parser.add_argument(
         "--no-baseline", action="store_true", help="skip the run of the named tests without any mutation"
@@ -166,7 +166,8 @@ def run_tests(tests: Sequence[str]) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-o"]
     command += [
         f"timeout={TEST_SECONDS}",
-        *(("-m", "not gpu") if tests else ()),
+        "-m",
+        "not gpu" if tests else "not gpu and not slow",
     ]  # named ones, also where they are slow
     code, output = _run([*command, *(f"python_tests/{test}" for test in tests)])
     if code == 0:

@@ -148,3 +148,19 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes that must be equal. gloo adds truth values as bytes: 1 + 1 = 2."""
     flat = tensor.flatten().clone().view(torch.uint8)
     return flat != 0 if tensor.dtype == torch.bool else flat
+
+
+def random_cases(first: int, count: int) -> int:
+    """Number of cases whose results are those of gloo on this rank."""
+    group, gloo = dist.new_group(backend="staged"), dist.new_group(backend="gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for seed in range(first, first + count):
+        operation = random.Random(seed).choice(OPERATIONS)
+        results = []
+        for over in (group, gloo):
+            case, own = random.Random(seed + 1), torch.Generator().manual_seed(seed * size + rank)
+            results.append(operation(case, own, over, rank, size))
+        for ours, theirs in zip(*results, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(raw(ours), raw(theirs)), f"case {seed}, {operation.__name__}: {ours} but {theirs}"
+    return count

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from campaign.__main__ import main
+from campaign.__main__ import begin, main
 from campaign.faults import MOMENTS, Fault
 from campaign.report import COLUMNS, WORLD_COLUMNS, rows_by_kind, rows_by_world, write_report
-from campaign.sessions import KINDS, WORLDS, Expected, Plan, Session, differs, judge, plan_faults
+from campaign.sessions import KINDS, WORLDS, Expected, Plan, Session, differs, judge, largest, plan_faults
 from safetensors.torch import save_file
 from torch import tensor
 
@@ -28,6 +28,26 @@ def test_every_kind_of_fault_comes_in_every_kind_of_run():
     met = {(world, fault.kind) for world, faults in planned(12 * len(WORLDS)) for fault in faults}
     assert met == {(name, kind) for name, world in WORLDS.items() for kind in world.kinds}
     assert {fault.kind for _, faults in planned(len(CUT), worlds=CUT) for fault in faults} == set(KINDS)
+
+
+def test_results_of_other_sources_are_removed_and_other_files_are_not(tmp_path):
+    begin(tmp_path)
+    (tmp_path / "sessions-0.jsonl").touch()
+    begin(tmp_path)
+    assert (tmp_path / "sessions-0.jsonl").is_file()
+    (tmp_path / "sources").write_text("another")
+    begin(tmp_path)
+    assert not (tmp_path / "sessions-0.jsonl").exists()
+    (tmp_path / "sources").unlink()
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(SystemExit, match="holds other files"):
+        begin(tmp_path)
+    assert (tmp_path / "thesis.tex").is_file()
+
+
+def test_nan_is_a_difference():
+    assert largest([1.0, 3.0, 2.0]) == 3.0
+    assert largest([1.0, float("nan"), 2.0]) != largest([1.0, float("nan"), 2.0])
 
 
 @pytest.mark.parametrize("seed", [0, 1])

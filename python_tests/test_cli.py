@@ -23,6 +23,7 @@ from oases.schedule import format_schedule, generate
         (["train", "--clip-grad", "1"], ["--clip-grad 1 (did you mean --clip?); see 'oases train --help'"]),
         (["train", "--lr", "1"], ["did you mean --learning-rate?"]),
         (["train", "--bf16"], ["did you mean --precision bfloat16?"]),
+        (["train", "--recompute-activations"], ["did you mean --recompute full?"]),
         (["bench", "overlap", "--iters", "3"], ["did you mean --iterations?", "'oases bench overlap --help'"]),
         (["train", "--hidden", "96", "--heads", "5"], ["hidden 96", "5 heads"]),
         (["train", "--tp", "0"], ["--tp", "got 0"]),
@@ -151,6 +152,7 @@ def test_help_shows_defaults(capsys):
 SMALL = ["--hidden", "64", "--layers", "1", "--heads", "2", "--sequence", "32", "--batch", "4"]
 
 
+@pytest.mark.long
 def test_bench_writes_its_json(ranks_at_hand, capfd, tmp_path):
     path = tmp_path / "o.json"
     cli.main(["bench", "overlap", *SMALL, "--tp", "2", "--iterations", "2", "--json", str(path)])
@@ -236,7 +238,7 @@ def test_completion_knows_options_and_choices(capsys, shell):
 
 def test_completion_without_shtab(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert "pip install 'oases[completion]'" in fails(capsys, "--print-completion", "bash")
+    assert "pip install shtab" in fails(capsys, "--print-completion", "bash")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def config(tmp_path):
     return write
 
 
+@pytest.mark.long
 def test_a_configuration_is_traced_and_its_graph_written(config, tmp_path, capsys):
     config()
     path = tmp_path / "graph.json"
@@ -44,6 +45,7 @@ def test_a_configuration_is_traced_and_its_graph_written(config, tmp_path, capsy
     assert first.startswith(capsys.readouterr().out), "the same table, without tracing"
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("balance", ["time", "parameters", "uniform", "model.layers.1,model.layers.3"])
 def test_stages(config, balance, capsys):
@@ -53,6 +55,7 @@ def test_stages(config, balance, capsys):
     assert "model.embed_tokens.weight = lm_head.weight (0.0 MB) is on stages 0, 2" in out
 
 
+@pytest.mark.long
 def test_a_cluster_and_a_type_change_the_balance(config, capsys):
     cli.main(
         [
@@ -72,6 +75,7 @@ def test_a_cluster_and_a_type_change_the_balance(config, capsys):
     assert "input_ids 1x16" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_picture(config, tmp_path, capsys):
     path = tmp_path / "graph.html"
     cli.main(["plan", "--graph", config(), "--stages", "2", "--html", str(path)])
@@ -80,11 +84,13 @@ def test_a_picture(config, tmp_path, capsys):
     assert "<script src" not in text, "it loads nothing"
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_name_its_class(config, capsys):
     cli.main(["plan", "--graph", config(model_type="bert", architectures=None)])
     assert "BertForMaskedLM" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_foreign_code_is_never_run(config, tmp_path, capsys):
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Evil: pass\n")
@@ -123,7 +129,7 @@ def test_a_configuration_that_cannot_be_is_refused(config, capsys, changes, said
     [
         (["--global-batch", "8"], "leave out --global-batch"),
         (["--hidden", "8", "--explain"], "leave out --hidden, --explain"),
-        (["--objective", "published"], "oases_objective.py in the source tree; leave it out"),
+        (["--expert-parallel", "4", "--pipelines", "zb_h1"], "leave out --pipelines, --expert-parallel"),
         (["--balance", "time"], "give --stages N"),
         (["--stages", "0"], "--stages must be at least 1, got 0"),
         (["--stages", "99"], "99 stages are more than"),

@@ -65,15 +65,12 @@ def test_plan_writes_what_train_executes(capsys, tmp_path):
     assert f"oases train --plan {path}" in " ".join(text.split())
 
 
+@pytest.mark.long
 def test_explain_says_what_others_lose(capsys):
     cli.main(["plan", *GIVEN, "--explain"])
     text = capsys.readouterr().out
     assert "the same, synchronous" in text
     assert re.search(r"\d ms|next to nothing", text)
-
-
-def test_the_objective_that_moved(capsys):
-    assert "benchmarks/papers/oases_objective.py" in fails(capsys, "plan", *GIVEN, "--objective", "published")
 
 
 def test_plan_for_a_profile_and_within_limits(profile, tmp_path):
@@ -178,6 +175,7 @@ def test_the_pipelines_to_choose_from(tmp_path, capsys):
     assert "leave out --pipelines" in fails(capsys, "simulate", *GIVEN, "--tp", "2", "--pipelines", "zb_h1")
 
 
+@pytest.mark.long
 def test_neither_command_needs_torch():
     code = (
         "import sys; from oases.cli import main\n"

@@ -39,6 +39,7 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 def test_slurm_starts_one_torchrun_per_node(slurm):
     file = CLUSTER / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(file)], check=True)
@@ -51,6 +52,7 @@ def test_slurm_starts_one_torchrun_per_node(slurm):
     assert not (slurm / "requeued").exists()
 
 
+@pytest.mark.long
 def test_slurm_passes_the_signal_on_and_queues_the_job_again(slurm):
     (slurm / "save.py").write_text(
         "import os, signal, sys, time\n"
@@ -87,6 +89,7 @@ def test_kubernetes_manifest_has_what_the_operator_requires():
         assert mounted == {volume["name"] for volume in each["template"]["spec"]["volumes"]}
 
 
+@pytest.mark.long
 def test_torchrun_takes_what_the_operator_sets(tmp_path):
     job = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]

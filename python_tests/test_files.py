@@ -234,6 +234,9 @@ def test_a_full_disk_is_named():
         write_text("/dev/full", "x", "--json")
     with pytest.raises(UsageError, match="step log '/dev/full' cannot be written: No space left on device"):
         StepLog("/dev/full", 0).write(step=1)
+    log = StepLog("/dev/full", 0)
+    with pytest.raises(UsageError, match="step log '/dev/full' cannot be written"), log:
+        log.write(step=1)  # closing writes again what is left
     with pytest.raises(UsageError, match="trace '/dev/full' cannot be written: No space left"), Recorder("/dev/full"):
         pass
 

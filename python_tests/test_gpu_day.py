@@ -16,6 +16,7 @@ COUNTING = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_exits_with_2():
     command = [sys.executable, "-m", "build_tools.gpu_day"]
@@ -63,6 +64,7 @@ def test_the_steps_leave_five_of_25_minutes_for_the_build(tmp_path):
     assert sum(step.minutes for step in gpu_day.steps(tmp_path)) <= 20
 
 
+@pytest.mark.long
 def test_the_sanitizers_run_some_tests_of_every_file_of_kernels(tmp_path):
     (memcheck,) = (step for step in gpu_day.steps(tmp_path) if step.name == "memcheck")
     command = [*memcheck.command[memcheck.command.index(sys.executable) :], "--collect-only"]

@@ -69,6 +69,7 @@ def stack_memory(name: str, recompute: str) -> StepMemory:
     return memory
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "inputs_kept"),

@@ -48,6 +48,7 @@ def fails(capsys, *arguments):
     return error
 
 
+@pytest.mark.long
 def test_a_simulated_link_is_found_again(tmp_path, capfd):
     path = tmp_path / "h.json"
     profile("--backend", f"sim:alpha={ALPHA * 1e3:g}ms,bandwidth={BANDWIDTH / 1e6:g}MB/s", "--json", str(path))
@@ -120,6 +121,7 @@ def run_small(take=as_of_the_link):
         return run_profile(ProfileConfig(64, 1, 2, 16, 1, iterations=1), Surroundings("in a test"), False)
 
 
+@pytest.mark.long
 def test_ranks_of_one_node(two_ranks):
     first, second = two_ranks.run(run_small)
     assert first == second, "the slowest rank's times are everybody's"
@@ -132,6 +134,7 @@ def test_ranks_of_one_node(two_ranks):
     assert "busy" not in first.about.partition("Other programs")[0]
 
 
+@pytest.mark.long
 def test_links_that_were_measured_again_are_told_of(two_ranks):
     first, second = two_ranks.run(run_small, as_under_load)
     assert first == second

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ def vars_of(schedule):
     return {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
 
 
+@pytest.mark.long
 @PLAIN
 @given(st.one_of(BLOCKS, EXPERTS), st.randoms(use_true_random=False))
 def test_any_order_that_respects_the_needs_is_valid_and_round_trips(schedule, random):

@@ -66,6 +66,7 @@ def test_a_bug_shows_its_traceback(failed):
     assert "oases: rank 0 failed:" in error or "oases: rank 1 failed:" in error
 
 
+@pytest.mark.long
 def test_a_rank_without_its_store_says_so_in_a_line(failed):
     code, error = failed(loses_the_store, size=2)
     assert code == 1
@@ -89,6 +90,7 @@ threading.Event().wait(None if sys.argv[1] == "another" else 3)
 """Rank 0 in a collective whose peer has left without a word; or rank 0 that makes a roll call itself."""
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("caller", "code", "said"),
@@ -120,6 +122,7 @@ def test_a_rank_that_runs_out_of_memory_is_named_by_all_and_training_goes_on(req
         assert math.isfinite(loss)
 
 
+@pytest.mark.long
 def test_a_collective_that_does_not_end_names_who_is_missing(failed):
     """The watchdog: after the set time every rank ends, and says what it waited for, where, and for whom."""
     code, error = failed(dawdles, (600,), size=2, timeout_seconds=8)
@@ -130,6 +133,7 @@ def test_a_collective_that_does_not_end_names_who_is_missing(failed):
     assert "rank 1 was ended by the launcher" in error
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_the_store_ends_with_the_others(failed):
     """Its main thread cannot handle a signal meanwhile; the launcher would kill it after 30 s, without a word."""
     code, error = failed(waits_for_one_that_leaves, size=2)

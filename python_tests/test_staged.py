@@ -1,49 +1,27 @@
-"""The backend `staged`: every collective beside gloo, within a machine and over nodes."""
+"""The backend `staged`: every collective beside gloo, within a machine."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from staged_cases import FLOATS, OPERATIONS, raw
+from staged_cases import FLOATS, random_cases
 
 import oases
-from oases.errors import UsageError
-from oases.extension import nodes_backend, staged_backend
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.testing import RankPool
 
-HOUR = timedelta(hours=1)
 OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)
 """Types that gloo does not have, and that can be moved all the same."""
-
-
-def random_cases(first: int, count: int) -> int:
-    """Number of cases whose results are those of gloo on this rank."""
-    group, gloo = dist.new_group(backend="staged"), dist.new_group(backend="gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for seed in range(first, first + count):
-        operation = random.Random(seed).choice(OPERATIONS)
-        results = []
-        for over in (group, gloo):
-            case, own = random.Random(seed + 1), torch.Generator().manual_seed(seed * size + rank)
-            results.append(operation(case, own, over, rank, size))
-        for ours, theirs in zip(*results, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(raw(ours), raw(theirs)), f"case {seed}, {operation.__name__}: {ours} but {theirs}"
-    return count
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +31,7 @@ def pool(two_ranks, four_ranks):
         yield {2: two_ranks, 3: three, 4: four_ranks}.__getitem__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_collectives_are_those_of_gloo(size, pool):
     assert pool(size).run(random_cases, 0, 150) == [150] * size
@@ -63,88 +42,6 @@ def test_random_collectives_are_those_of_gloo(size, pool):
 @pytest.mark.parametrize("first", range(1000, 5000, 1000))
 def test_ten_thousand_random_collectives_are_those_of_gloo(size, first, pool):
     assert pool(size).run(random_cases, first, 1000) == [1000] * size
-
-
-def on_nodes(of_rank: Sequence[int], function: Any, *arguments: Any) -> Any:
-    """Call a function as on nodes of a launcher. of_rank: each rank's node."""
-    node = of_rank[dist.get_rank()]
-    local = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(of_rank.count(node)), "WORLD_SIZE": str(len(of_rank))}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in local.items():
-            patch.setenv(name, value)
-        return function(*arguments)
-
-
-@pytest.mark.parametrize("of_rank", [[0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 2, 3]], ids=str)
-def test_random_collectives_over_nodes_are_those_of_gloo(of_rank, four_ranks):
-    assert four_ranks.run(on_nodes, of_rank, random_cases, 0, 150) == [150] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 5000, 1000))
-def test_four_thousand_random_collectives_over_nodes_are_those_of_gloo(first, four_ranks):
-    assert four_ranks.run(on_nodes, [0, 1, 1, 0], random_cases, first, 1000) == [1000] * 4
-
-
-def sums_over_nodes() -> list[bool]:
-    """Whether sums of random numbers are those of each node in the order of ranks, then of nodes, to the bit."""
-    group, equal = dist.new_group(backend="staged"), []
-    for dtype, count in itertools.product(FLOATS, (3, 999, 2_000_003)):
-        each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
-        wide = torch.float32 if dtype.itemsize == 2 else dtype
-        nodes = [(each[rank].to(wide) + each[rank + 1].to(wide)).to(dtype) for rank in (0, 2)]
-        own = each[dist.get_rank()]
-        dist.all_reduce(own, group=group)
-        equal.append(torch.equal(own, (nodes[0].to(wide) + nodes[1].to(wide)).to(dtype)))
-    return equal
-
-
-def test_sums_over_nodes_have_one_order(four_ranks):
-    for equal in four_ranks.run(on_nodes, [0, 0, 1, 1], sums_over_nodes):
-        assert all(equal)
-
-
-def sums_of_four_nodes() -> list[bool]:
-    """Whether sums over four nodes of one rank, whose parts are summed in parts, are in the order of nodes."""
-    store, rank, limit = dist.PrefixStore("four", dist.distributed_c10d._get_default_store()), dist.get_rank(), HOUR
-    whole, across = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 4, limit) for name in "wa")
-    local = staged_backend(dist.PrefixStore(f"node {rank}", store), 0, 1, limit)
-    backend, equal = nodes_backend(whole, local, across, [[0], [1], [2], [3]]), []
-    for count in (1, 999, 5_000_003):  # of several pieces
-        each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
-        backend.allreduce([each[rank]]).wait()
-        wanted = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
-        equal.append(torch.equal(each[rank], sum(wanted)))
-    return equal
-
-
-def test_sums_of_more_than_two_nodes_are_made_in_parts(four_ranks):
-    for equal in four_ranks.run(sums_of_four_nodes):
-        assert all(equal)
-
-
-def refusals_over_nodes() -> list[str]:
-    """Errors of groups and calls that nodes cannot have."""
-    said = []
-    if dist.get_rank() < 3:
-        with pytest.raises(UsageError) as caught:
-            dist.new_group([0, 1, 2], backend="staged", use_local_synchronization=True)
-        said.append(str(caught.value))
-    group = dist.new_group(backend="staged")
-    with pytest.raises(ValueError, match="all_reduce") as refused:
-        dist.all_reduce(torch.zeros(3).to_sparse(), group=group)
-    said.append(str(refused.value).splitlines()[0])
-    with pytest.raises(ValueError, match="any rank") as refused:
-        dist.recv(torch.zeros(3), group=group)
-    said.append(str(refused.value).splitlines()[0])
-    return said
-
-
-def test_groups_that_nodes_cannot_have_are_refused(pool):
-    (uneven, layout, anyone), *_ = pool(4).run(on_nodes, [0, 0, 1, 1], refusals_over_nodes)
-    assert uneven == "staged joins as many ranks of each node, and this group has 2, 1 of them; use gloo for it"
-    assert "takes dense tensors" in layout
-    assert "name the rank" in anyone
 
 
 def moved_types() -> list[list[float]]:
@@ -161,6 +58,19 @@ def moved_types() -> list[list[float]]:
 
 def test_types_that_gloo_lacks_are_moved(two_ranks):
     assert two_ranks.run(moved_types) == [[[2.0, 1.0, 3.0, 1.0, 3.0, 1.0]] * len(OTHERS)] * 2
+
+
+def inference_parts() -> list[list[float]]:
+    """Parts that a thread of the backend gathers into inference tensors whose numbers lie apart."""
+    group, rank = dist.new_group(backend="staged"), dist.get_rank()
+    with torch.inference_mode():
+        parts = [torch.empty(3, 2).t() for _ in range(2)]
+        dist.all_gather(parts, torch.full((2, 3), 1.0 + rank), group, async_op=True).wait()
+    return [part.flatten().tolist() for part in parts]
+
+
+def test_inference_tensors_are_filled(two_ranks):
+    assert two_ranks.run(inference_parts) == [[[1.0] * 6, [2.0] * 6]] * 2
 
 
 def sums() -> list[bool]:
@@ -318,6 +228,7 @@ def test_nothing_but_the_ranks_has_the_memory(two_ranks):
     assert two_ranks.run(permissions) == [([], [False, False])] * 2
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["import oases, torch", "import torch, oases"])
 def test_torch_knows_the_backend_whatever_is_imported_first(order, tmp_path):

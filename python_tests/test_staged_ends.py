@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases.extension import staged_backend
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 
@@ -160,7 +161,86 @@ print("ended")
 """
 
 
+@pytest.mark.long
 def test_groups_end_while_collectives_are_queued_whose_tensors_nobody_else_has():
     """A thread of the backend frees them, which takes Python's lock, while Python waits for the thread's end."""
     done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "ended\n", done.stderr
+
+
+def sends_a_part(port: int, connection: Any) -> None:
+    """Rank 1 of two: begin a message of which shared memory holds a part, say so, and wait."""
+    fork_server.release_signals()
+    backend = staged_backend(dist.TCPStore("127.0.0.1", port), 1, 2, timedelta(seconds=60))
+    work = backend.send([torch.ones(1_000_000)], 0, 0)
+    time.sleep(0.3)  # a thread sends it
+    connection.send(os.getpid())
+    connection.recv()  # which nobody sends
+    work.wait()
+
+
+@pytest.mark.long
+def test_a_sender_that_is_killed_in_the_middle_of_a_message_is_noticed():
+    """After what it has left is taken, nothing more is queued: yet the receiver goes on to look after it."""
+    context, store = fork_server.context(), loopback_store()
+    ours, theirs = context.Pipe()
+    arguments = (fork_server.Launcher(), sends_a_part, store.port, theirs)
+    process = context.Process(target=fork_server.as_started_by, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        backend = staged_backend(dist.TCPStore("127.0.0.1", store.port), 0, 2, timedelta(seconds=60))
+        assert ours.poll(60)
+        ours.recv()
+        os.kill(process.pid, signal.SIGSTOP)
+        work = backend.recv([torch.empty(1_000_000)], 1, 0)
+        time.sleep(0.5)  # it takes what is there
+        process.kill()
+        process.join()
+        with pytest.raises(dist.DistBackendError, match=rf"recv: rank 1 \(process {process.pid}\) has ended"):
+            work.wait(timedelta(seconds=5))  # the receiver's own is 60 s, and with nothing to wait for it looks in 10
+    finally:
+        process.kill()
+        process.join(10)
+
+
+ASKED = """
+import threading
+import time
+import torch
+import torch.distributed as dist
+from oases.extension import OverlapScheduler
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+started = threading.Event()
+
+
+class Slow(dist.ProcessGroup):
+    "A group that is written in Python, and so takes its lock while a collective starts."
+
+    def getGroupName(self):
+        return "slow"
+
+    def allreduce(self, tensors, options):
+        started.set()
+        time.sleep(0.5)
+        return dist.all_reduce(tensors[0], async_op=True)
+
+
+group = Slow(0, 2)
+scheduler = OverlapScheduler(group)
+thread = threading.Thread(target=lambda: scheduler.wait(scheduler.all_reduce(torch.ones(3))))
+thread.start()
+assert started.wait(60)
+assert scheduler.failures == 0
+assert scheduler.errors() == {} and scheduler.exempted() == {}
+thread.join()
+dist.destroy_process_group()
+print("ended")
+"""
+
+
+@pytest.mark.long
+def test_a_scheduler_is_asked_for_failures_while_a_collective_starts_that_takes_pythons_lock():
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "ended\n", done.stderr

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from oases.execution.group import scheduler_of
-from oases.extension import staged_backend
+from oases.extension import QuantizedBackend, single_process_backend, staged_backend
 
 NOBODY = 65534
 """A user without rights."""
@@ -69,6 +73,27 @@ def test_a_rank_that_gives_up_tells_the_others():
     join(1, 0.3)
     patient.join()
     assert said == ["staged: timed out after 300 ms waiting for rank 2 to join"] * 2
+
+
+def test_a_rank_that_cannot_make_the_memory_tells_the_others():
+    store, said = dist.HashStore(), dict[int, str]()
+
+    def join(rank: int) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            staged_backend(store, rank, 2, timedelta(seconds=60))
+        said[rank] = str(caught.value).splitlines()[0]
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        join(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    other.join()
+    assert "bytes of shared memory are not available: File too large" in said[0]
+    assert said[1] == f"staged: rank 0 failed to join: {said[0]}"
 
 
 def memory_files() -> list[str]:
@@ -160,3 +185,50 @@ def forks() -> list[str]:
 def test_a_fork_that_uses_a_group_raises(two_ranks):
     for said in two_ranks.run(forks):
         assert all("in a fork of the process that created its process group" in each for each in said), said
+
+
+PAGE, PROTECTION, PRIVATE_AT_A_PLACE = 4096, 3, 0x02 | 0x20 | 0x10
+"""Arguments of mmap: bytes, read and write, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED."""
+
+
+def mapped(of: str = "") -> list[range]:
+    """Addresses of this process's mappings whose line in /proc contains `of`."""
+    lines = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if of in line]
+    return [range(int(first, 16), int(last, 16)) for first, last in lines]
+
+
+def dropped_in_a_fork() -> str:
+    """Answer of a forked child that drops groups, and has memory of its own where theirs was."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    before = mapped("oases-staged")
+    staged = staged_backend(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    quantized = QuantizedBackend(single_process_backend(0, 2), "int8")
+    for backend in (staged, quantized):
+        backend.allreduce([torch.ones(8)], options).wait()
+    (place,) = (each.start for each in mapped("oases-staged") if each not in before)
+    got, put = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            with pytest.raises(RuntimeError, match="ALLREDUCE was called in a fork of the process that created"):
+                quantized.allreduce([torch.ones(8)], options)
+            mmap = ctypes.CDLL(None).mmap
+            mmap.restype = ctypes.c_void_p
+            mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+            assert not any(place in each for each in mapped())
+            assert mmap(place, PAGE, PROTECTION, PRIVATE_AT_A_PLACE, -1, 0) == place
+            del staged, quantized, backend
+            os.write(put, b"kept" if any(place in each for each in mapped()) else b"unmapped")
+        except BaseException as error:
+            os.write(put, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(put)
+    if not select.select([got], [], [], 60.0)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return os.fdopen(got).read()
+
+
+def test_a_fork_drops_groups(two_ranks):
+    assert two_ranks.run(dropped_in_a_fork) == ["kept"] * 2

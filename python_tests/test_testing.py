@@ -30,6 +30,7 @@ def leave():
     time.sleep(1e6)
 
 
+@pytest.mark.long
 def test_a_call_that_failed_leaves_no_trace():
     with RankPool(2) as ranks:
         before = ranks.run(who)

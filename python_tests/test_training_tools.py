@@ -81,6 +81,7 @@ def steps(printed):
     return [(int(step), *(pytest.approx(float(each), rel=1e-4) for each in numbers)) for step, *numbers in found]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("script", ["accelerated.py", pytest.param("lightning_module.py", marks=pytest.mark.slow)])
 def test_examples_with_a_loop(run, tmp_path, script):

@@ -28,6 +28,7 @@ struct Settings {
   std::atomic<double> op_seconds{0}, link_seconds{0};  // on the device's clocks
   std::atomic<double> longest_delay{0};                // the machine's seconds, before work and collectives
   std::atomic<uint64_t> seed{0};
+  std::atomic<bool> broken{false};  // what unpins memory fails, as all calls of CUDA do after a failed kernel
 };
 inline Settings settings;
 

@@ -14,7 +14,10 @@ namespace virtual_device {
 class Words final : public oases::StreamWords {
  public:
   void add_memory(std::byte* memory, int64_t bytes) override { Pinned::instance().add(memory, bytes); }
-  void remove_memory(std::byte* memory) override { Pinned::instance().remove(memory); }
+  void remove_memory(std::byte* memory) override {
+    Pinned::instance().remove(memory);
+    TORCH_CHECK(!settings.broken, "the virtual device is broken");
+  }
   void write(const c10::Stream& on, uint32_t* word, uint32_t value) override {
     Stream& stream = stream_of(on);
     stream.put([word, value, &stream](double&) {

@@ -10,7 +10,6 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -235,13 +234,6 @@ def state_of(module: nn.Module) -> BalancedExperts:
     """State of a balanced expert module."""
     found: BalancedExperts = vars(module)[_STATE]
     return found
-
-
-def balanced_modules(model: nn.Module) -> Iterator[tuple[str, BalancedExperts]]:
-    """(name, state) of every balanced expert module of a model."""
-    for name, module in model.named_modules():
-        if _STATE in vars(module):
-            yield name, state_of(module)
 
 
 def attach_states(model: nn.Module, found: dict[str, BalancedMlp], options: ExpertOptions, tensor: str) -> None:

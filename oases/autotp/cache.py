@@ -7,6 +7,7 @@ the model computes from its lengths, are those of one process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class _Traced:
         return sum(part.shape[-2] for part in parts if part is not None)
 
 
-def call_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_layer(layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Result of a layer; where a LayerCache is among its arguments, with the keys and values of the new tokens."""
     caches: list[_Traced] = []
 

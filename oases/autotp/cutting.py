@@ -41,6 +41,10 @@ class BlockPieces:
     sums: list[fx.Node]
     end: fx.Node
 
+    def parameters(self, names: Mapping[str, str]) -> set[str]:
+        """Parameters that it reads. names: those of the layer, by placeholder."""
+        return {names[each] for each in (*self.partial.reads, *self.combine.reads) if each in names}
+
 
 def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
     """Blocks of a layer whose first result is the next activation.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.backward_code import code_of_backward
 from oases.autotp.cache import call_layer, is_layer_cache
-from oases.autotp.module_snapshot import assigned_attributes, unrecorded
+from oases.autotp.module_snapshot import Modes, assigned_attributes, unrecorded
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -60,6 +61,12 @@ class Exported:
     cached: tuple[str, ...]
     keeps: bool
 
+    @cached_property
+    def parameters_read(self) -> frozenset[str]:
+        """Names in the layer of the parameters that its graph reads."""
+        return frozenset(self.parameters[node.name] for node in self.graph.nodes
+                         if node.op == "placeholder" and node.name in self.parameters and node.users)  # fmt: skip
+
     @property
     def own_results(self) -> int:
         """Number of outputs that are the layer's own results."""
@@ -71,17 +78,37 @@ def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], py
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
+def changed_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], list[str]]:
+    """Function that returns the arguments whose lists, dicts and the like have got other items since this call."""
+    given: dict[str, Any] = {**{f"argument {at}": each for at, each in enumerate(args)}, **kwargs}
+    before = {name: pytree.tree_flatten(each) for name, each in given.items()}
+
+    def since() -> list[str]:
+        found = []
+        for name, each in given.items():
+            (now, tree), (then, was) = pytree.tree_flatten(each), before[name]
+            if tree != was or any(one is not other for one, other in zip(now, then, strict=True)):
+                found.append(f"items of {name}")
+        return found
+
+    return since
+
+
 @dataclass(frozen=True)
 class CallSignature:
-    """Properties of a call, besides shapes, that determine its graph: tree, constants, types, training modes."""
+    """Properties of a call, besides shapes, that determine its graph: tree, constants, types, modes of the layer.
+
+    autocast: type that autocast computes in on the device of the first tensor; None where it is off.
+    """
 
     tree: str
     constants: tuple[str, ...]
     types: tuple[str, ...]
-    modes: tuple[bool, ...]
+    modes: Modes
+    autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: Modes) -> CallSignature:
         """Signature of a call from its leaves. UnsplittableError for a leaf that is neither a tensor nor a plain
         value.
         """
@@ -93,7 +120,14 @@ class CallSignature:
             tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
             tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
             modes,
+            _autocast(next((leaf.device.type for leaf in found if isinstance(leaf, Tensor)), "cpu")),
         )
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    """Type that autocast computes in; None where it is off. A trace has types that a model read of its values."""
+    enabled = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast to ask for
+    return torch.get_autocast_dtype(device) if enabled else None
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -186,7 +220,8 @@ def export(
         shapes = pytree.tree_map(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
-    call, changed = _Call(layer), assigned_attributes(layer)
+    changed: list[str] = []
+    call = _Call(layer, changed)
     try:
         with quiet(), unrecorded(layer), code_of_backward() as lost:
             program = torch.export.export(
@@ -196,16 +231,19 @@ def export(
                 dynamic_shapes=None if shapes is None else {"args": shapes[0], "kwargs": shapes[1]},
             )
     except Exception as error:  # a model's forward or torch.export may raise anything; keep the reason
-        first = str(error).strip().splitlines()
-        why = f"{type(error).__name__}: {first[0] if first else ''}"
-        raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
-    if changed():
-        raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed())} in its forward")
+        raise _untraceable(type(layer).__name__, error) from error
+    if changed:
+        raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed)} in its forward")
     if lost():
         raise UnsplittableError(
             f"{type(layer).__name__} calls {', '.join(lost())}, whose backward is not in a traced graph"
         )
     return _read(program, layer, (args, kwargs))
+
+
+def _untraceable(layer: str, error: Exception) -> UnsplittableError:
+    first = str(error).strip().splitlines()
+    return UnsplittableError(f"{layer} cannot be traced: {type(error).__name__}: {first[0] if first else ''}")
 
 
 def varying_shapes(tensor: Tensor) -> dict[int, Any]:
@@ -232,14 +270,24 @@ def _is_dimensions(value: Any) -> bool:
 
 
 class _Call(nn.Module):
-    """A layer called with its arguments as two trees, whose order export keeps."""
+    """A layer called with its arguments as two trees, whose order export keeps.
 
-    def __init__(self, layer: nn.Module) -> None:
+    changed: gets the names of the attributes and arguments that the call changes; export puts attributes back.
+    """
+
+    def __init__(self, layer: nn.Module, changed: list[str]) -> None:
         super().__init__()
         self.layer = layer
+        self.changed = changed
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call_layer(self.layer, args, kwargs)
+        return call_layer(self._watched, args, kwargs)
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        assigned, changed = assigned_attributes(self.layer), changed_arguments(args, kwargs)
+        result = self.layer(*args, **kwargs)
+        self.changed.extend([*assigned(), *changed()])
+        return result
 
 
 def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
@@ -248,8 +296,11 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
     inline_grad_modes(program)
     graph = without_in_place(program.graph)
     if graph is None:
-        with quiet():  # last resort: this takes long, and decomposes composite ops that the rules know
-            program = program.run_decompositions({})
+        try:
+            with quiet():  # last resort: this takes long, and decomposes composite ops that the rules know
+                program = program.run_decompositions({})
+        except Exception as error:  # torch may raise anything; keep the reason
+            raise _untraceable(layer, error) from error
         _refuse_mutation(program, layer)
         graph = program.graph
     signature = program.graph_signature

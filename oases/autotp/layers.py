@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oases.autotp.export import leaves, running_without_data, without_data
-from oases.autotp.module_snapshot import assigned_attributes
+from oases.autotp.export import changed_arguments, leaves, running_without_data, without_data
+from oases.autotp.module_snapshot import activate_adapters, assigned_attributes
 from oases.errors import UsageError
 from oases.graph.trace.configuration import sample_inputs
 
@@ -162,7 +162,8 @@ class LayerList:
     paths: the layers' names in the model, each layer once; calls: the first call of each. activations: for each
     layer, the place among the leaves of its call that holds the result of the one before; -1 where there is none.
     broken: reason why the layers cannot run as one stack, or "". outside_reads: names within a layer of parameters
-    that other code reads, which are replicated. assigned: attributes that forwards set, by the layer's name.
+    that other code reads, which are replicated. assigned: attributes, and items of arguments, that forwards set, by
+    the layer's name.
     """
 
     name: str
@@ -207,16 +208,28 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
     model: a `twin_of` copy. vocabulary: its embedding tables and heads. Raises UsageError where the pass fails, with
     the reason.
     """
+    activate_adapters(model)
     lists = _outermost_lists(model)
     layers = dict.fromkeys(layer for _, module in lists for layer in module)
     recorder = OpRecorder(model, layers, vocabulary)
     calls: list[TracedCall] = []
     changes = {layer: assigned_attributes(layer) for layer in layers}
+    changed: dict[nn.Module, list[str]] = {}
+    running: list[tuple[Any, Any, Callable[[], list[str]]]] = []
+
+    def begin(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        since = changed_arguments(args, kwargs)
+        # Copies of lists and the like, which this layer or a later one may change.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        running.append((args, kwargs, since))
 
     def note(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        args, kwargs, since = running.pop()
+        changed.setdefault(layer, []).extend(since())
         calls.append(TracedCall(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
 
-    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
         with running_without_data(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
@@ -240,7 +253,8 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
             found.append(chain)
             found[-1].outside_reads = _within(found[-1].paths, recorder.outside_reads)
             since = {
-                path: changes[call.module]() for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
+                path: [*changes[call.module](), *changed[call.module]]
+                for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
             }
             found[-1].assigned = {path: names for path, names in since.items() if names}
     return Observation(found, recorder.outside_reads)

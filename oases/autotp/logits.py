@@ -72,12 +72,15 @@ class VocabularyLogits(Tensor):
             # Keep the graph even in no_grad mode: the result may be used with gradients later.
             with torch.enable_grad():
                 self._whole = gather(self.part, _group(self._group_name), self._cut, LABEL)
-            self._version_gathered = self._whole._version
+            self._version_gathered = 0 if self._whole.is_inference() else self._whole._version
         return self._whole
 
     @property
     def _written(self) -> bool:
-        return self._whole is not None and self._whole._version != self._version_gathered
+        if self._whole is None:
+            return False
+        # Writes to an inference tensor are not counted: take it as written.
+        return self._whole.is_inference() or self._whole._version != self._version_gathered
 
     def _like(self, part: Tensor) -> VocabularyLogits:
         return self if part is self._part else _wrap(part, self._cut, self._group_name)

@@ -14,6 +14,7 @@ from oases.execution.weight_gradient import linear
 from oases.parallel.collectives import all_reduce
 from oases.parallel.collectives import reduce as summed
 from oases.parallel.dropout import masked
+from oases.parallel.linear import under_autocast
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ def total(x: Tensor, group: str) -> Tensor:
 
 def row_linear(x: Tensor, weight: Tensor, group: str, transposed: bool) -> Tensor:
     """Row-parallel linear whose all-reduce overlaps with its own chunks."""
-    found: Tensor = torch.ops.oases.row_linear(x, weight.t() if transposed else weight, None, group, 2, False)
+    x, weight, _ = under_autocast(x, weight.t() if transposed else weight, None)
+    found: Tensor = torch.ops.oases.row_linear(x, weight, None, group, 2, False)
     return found
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, transposed: bool) -> Tensor:
     """Column-parallel linear whose input gradient's all-reduce overlaps with its weight gradient."""
-    weight = weight.t() if transposed else weight
+    x, weight, bias = under_autocast(x, weight.t() if transposed else weight, bias)
     found: Tensor = torch.ops.oases.column_linear(x, weight, bias, group, 2, False)
     return found
 

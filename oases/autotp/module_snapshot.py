@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _WATCHED = (int, float, str, bool, type(None), torch.dtype, Tensor)
+_OF_MODULES = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
+"""Private attributes that every module has."""
 
 
 def inner_hooks(layer: nn.Module) -> str:
@@ -53,22 +57,116 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
             part._forward_hooks.update(hooks)
 
 
-class ModuleSnapshot:
-    """State of a traced layer that must not change. path: its name in the model.
+@dataclass(frozen=True)
+class State:
+    """Attribute of a submodule that has another value than when the layer was traced.
 
-    Weights, buffers, `requires_grad`, and train() and eval() of any submodule may change; hooks within the layer,
-    attributes that a forward may read, and forward methods may not.
+    part: index of the submodule in `layer.modules()`. key: of the value, which it is compared by.
     """
 
-    def __init__(self, layer: nn.Module, path: str) -> None:
+    part: int
+    name: str
+    key: Any
+    value: Any = field(compare=False, repr=False)
+
+
+class Modes(NamedTuple):
+    """Training mode of each submodule of a layer, and its attributes that differ from those it was traced with."""
+
+    training: tuple[bool, ...] = ()
+    states: tuple[State, ...] = ()
+
+
+States = Sequence[Mapping[str, Any]]
+"""Values of the attributes of each submodule that may change between calls, see `states_of`."""
+
+
+def states_of(layer: nn.Module) -> States:
+    """Copies of each submodule's private attributes with plain values, and of its lists, dicts and the like of them.
+
+    These may change between calls, as peft's `_disable_adapters` and `scaling` do: other values are another graph.
+    """
+    return [
+        {name: copy.deepcopy(value) for name, value in vars(part).items() if _is_state(name, value)}
+        for part in layer.modules()
+    ]
+
+
+def _is_state(name: str, value: Any) -> bool:
+    may_change = name.startswith("_") or isinstance(value, (list, tuple, set, dict))
+    return may_change and name not in _OF_MODULES and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def modes_of(layer: nn.Module, traced: States) -> Modes:
+    """Modes of a layer. traced: states of the copy that was traced."""
+    parts = list(layer.modules())
+    return Modes(
+        tuple(part.training for part in parts),
+        tuple(
+            State(at, name, comparison_key(held[name]), copy.deepcopy(held[name]))
+            for at, (part, values) in enumerate(zip(parts, traced, strict=True))
+            for held in [vars(part)]
+            for name, value in values.items()
+            if name in held and _is_plain(held[name]) and comparison_key(held[name]) != comparison_key(value)
+        ),
+    )
+
+
+def set_modes(layer: nn.Module, modes: Modes, traced: States) -> None:
+    """Set the training mode and the states of each submodule, as `modes_of` returned them."""
+    for part, training, values in zip(layer.modules(), modes.training, traced, strict=True):
+        part.training = training
+        vars(part).update(copy.deepcopy(dict(values)))
+    parts = list(layer.modules()) if modes.states else []
+    for state in modes.states:
+        vars(parts[state.part])[state.name] = copy.deepcopy(state.value)
+
+
+def activate_adapters(twin: nn.Module) -> None:
+    """Activate all LoRA pairs of a copy that will be traced, so that those that are inactive now are sharded, too."""
+    for part in twin.modules():
+        pairs, held = part._modules.get("lora_A"), vars(part)
+        if not isinstance(pairs, nn.ModuleDict) or "_active_adapter" not in held:
+            continue
+        active = held["_active_adapter"]
+        if set([active] if isinstance(active, str) else active) != set(pairs):
+            part._active_adapter = list(pairs)  # type: ignore[assignment]
+        part._disable_adapters, part.merged_adapters = False, []  # type: ignore[assignment]
+
+
+class ModuleSnapshot:
+    """State of a traced layer. path: its name in the model. traced: states of the copy that was traced.
+
+    Weights, buffers, `requires_grad`, train() and eval() of any submodule, and states may change; hooks within the
+    layer, other attributes that a forward may read, and forward methods may not.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, traced: States) -> None:
         self._path = path
         self._parts = [(name, part, _attributes(part)) for name, part in layer.named_modules() if part is not layer]
         self._forwards = [vars(part).get("forward") for _, part, _ in self._parts]
         self._layer, self._own = layer, _attributes(layer)
         self._all = list(layer.modules())
+        self._traced = traced
+        self._watched = [
+            (part, name)
+            for part, values in zip(self._all, traced, strict=True)
+            for name in values
+            if _is_plain(vars(part).get(name, self))
+        ]
+        self._seen: list[Any] = []
+        self._states: tuple[State, ...] = ()
 
-    def modes(self) -> tuple[bool, ...]:
-        """Training mode of each submodule, after the check. RuntimeError where the layer has changed."""
+    def modes(self) -> Modes:
+        """Modes of the layer, after the check. RuntimeError where it has changed otherwise."""
         for (name, part, attributes), forward in zip(self._parts, self._forwards, strict=True):
             if _hooked(part):
                 raise RuntimeError(self._changed(name, "got hooks, which would not be called: add them"))
@@ -76,7 +174,21 @@ class ModuleSnapshot:
                 raise RuntimeError(self._changed(name, "got another forward: put it there"))
             self._check(name, part, attributes)
         self._check("", self._layer, self._own)
-        return tuple([part.training for part in self._all])
+        # Most calls compare alone: a step calls this for every layer.
+        if [part.__dict__.get(name, self) for part, name in self._watched] != self._seen:
+            self._see()
+        return Modes(tuple([part.training for part in self._all]), self._states)
+
+    def _see(self) -> None:
+        """Take over states that have changed since the last call. RuntimeError where a value is no plain one."""
+        names = {part: name for name, part in self._layer.named_modules()}
+        values = [vars(part).get(name, self) for part, name in self._watched]
+        for (part, name), value in zip(self._watched, values, strict=True):
+            if not _is_plain(value):
+                found = "none" if value is self else f"a {type(value).__name__} of other values than plain ones"
+                raise RuntimeError(self._changed(names[part], f"had a plain {name} and has {found} now: set it"))
+        self._states = modes_of(self._layer, self._traced).states
+        self._seen = copy.deepcopy(values)
 
     def _check(self, name: str, part: nn.Module, attributes: dict[str, Any]) -> None:
         now = vars(part)
@@ -90,17 +202,6 @@ class ModuleSnapshot:
     def _changed(self, name: str, what: str) -> str:
         where = ".".join(each for each in (self._path, name) if each)
         return f"{where or 'the model'} {what} before parallelize(), which traced the layer as it was then"
-
-
-def training_modes(layer: nn.Module) -> tuple[bool, ...]:
-    """Training mode of each submodule of a layer."""
-    return tuple(part.training for part in layer.modules())
-
-
-def set_training_modes(layer: nn.Module, modes: tuple[bool, ...]) -> None:
-    """Set the training mode of each submodule."""
-    for part, training in zip(layer.modules(), modes, strict=True):
-        part.training = training
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
@@ -130,7 +231,7 @@ def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
 
 def _snapshot(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, kept so that its id stays unique, and its comparison key."""
-    return {key: (value, comparison_key(value)) for key, value in vars(part).items() if not key.startswith("_")}
+    return {key: (value, comparison_key(value)) for key, value in vars(part).items() if key not in _OF_MODULES}
 
 
 def comparison_key(value: Any) -> Any:

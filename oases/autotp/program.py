@@ -34,7 +34,7 @@ from oases.autotp.export import (
 )
 from oases.autotp.layers import TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
-from oases.autotp.module_snapshot import set_training_modes, training_modes
+from oases.autotp.module_snapshot import Modes, modes_of, set_modes, states_of
 from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.samples import relation_of_samples
 from oases.autotp.shapes import Segments
@@ -247,7 +247,8 @@ class LayerSignature:
     ) -> None:
         self.twin = twin
         self.tp = tp
-        CallSignature.of(*leaves(args, kwargs), ())
+        self.states = states_of(twin)
+        CallSignature.of(*leaves(args, kwargs), Modes())
         exported = export(twin, args, kwargs)
         self.structure: Structure = find(exported, keep, tp.ranks)
         self.sums = not self.structure.columns and not any(collections(twin))
@@ -288,12 +289,16 @@ class LayerSignature:
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
         take_dtypes(self.twin, layer)
-        set_training_modes(self.twin, call_signature.modes)
         try:
             exported, walk = self._traced(args, kwargs, (call_signature, activation))
         except UnsplittableError as error:
             if any(map(is_layer_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_layer_cache))):
                 raise UsageError(f"{error}, with a key-value cache; {NO_CACHE}") from error
+            if states := call_signature.modes.states:
+                raise UsageError(
+                    f"{error}, with another {', '.join(sorted({each.name for each in states}))} than at "
+                    "parallelize(); set it back (peft: unmerge_adapter(), set_adapter()), or before parallelize()"
+                ) from error
             raise UsageError(
                 f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
                 "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
@@ -323,17 +328,22 @@ class LayerSignature:
             if tries < self._static.get(key, 0):
                 continue
             try:
-                exported = export(self.twin, args, kwargs, varying)
-                return exported, self._walked(exported)
+                return self._traced_as(key[0].modes, args, kwargs, varying)
             except UnsplittableError:  # trace more of these shapes alone
                 self._static[key] = tries + 1
-        exported = export(self.twin, args, kwargs)
+        return self._traced_as(key[0].modes, args, kwargs, None)
+
+    def _traced_as(
+        self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Callable[..., Any] | None
+    ) -> tuple[Exported, Splitter]:
+        set_modes(self.twin, modes, self.states)  # each time: a forward that cannot be traced may have changed some
+        exported = export(self.twin, args, kwargs, varying)
         return exported, self._walked(exported)
 
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
         flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, training_modes(call.module))
+        signature = CallSignature.of(flat, tree, modes_of(call.module, self.states))
         return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
 
     def _whole_cache(self, held: Any) -> Any:
@@ -359,10 +369,10 @@ class LayerSignature:
 
     def _walked(self, exported: Exported) -> Splitter:
         walk = _walk(exported, self.columns, self.tp, self.sums)
-        if walk.cuts != self.cuts:
-            raise UnsplittableError(
-                f"with these arguments other parameters would be sharded: {set(walk.cuts) ^ set(self.cuts)}"
-            )
+        read = exported.parameters_read
+        wrong = [name for name in sorted(read) if walk.cuts.get(name) != self.cuts.get(name)]
+        if wrong:
+            raise UnsplittableError(f"with these arguments other parameters would be sharded: {', '.join(wrong)}")
         if exported.keeps:
             self.kept = self.kept or tuple(walk.kept)
             given = [walk.cached.get(name) for name in exported.cached]

@@ -93,8 +93,8 @@ class PartitionReport:
         for each in self.layers:
             how = "replicated" if each.runs == "replicated" else f"overlapped {each.runs}"
             if each.schedule:
-                sums = "1 sum" if each.blocks_per_layer == 1 else f"{each.blocks_per_layer} sums"
-                how += f", schedule {each.schedule}, {sums} per layer"
+                plural = "s" if each.blocks_per_layer != 1 else ""
+                how += f", schedule {each.schedule}, {each.blocks_per_layer} all-reduce{plural} per layer"
             count = "1 layer" if each.layers == 1 else f"{each.layers} layers"
             lines.append(f"{each.name or self.model}: {count}, {how}")
             if each.reason:

@@ -27,6 +27,7 @@ from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.parallel.attention import is_causal_mask
 from oases.parallel.batch import BlockInputs
+from oases.parallel.randomness import hash_of
 from oases.parallel.stack import OverlappedStack
 from oases.parallel.tunings import asked_for
 from oases.plans.plan import AUTO
@@ -82,17 +83,32 @@ class Layer:
         self.path = path
         self.alone = StandaloneForward(module, signature, path)
         self.snapshot = self.alone.snapshot
+        self.read: list[set[str]] = []
+        """Parameters that each block of the stack has of it."""
+        self._unlike: dict[int, str] = {}
 
     def deferred(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> DeferredCall:
         """Record a call by its leaves, with `x` as its activation."""
         call_signature = CallSignature.of(self.with_activation(found, x), tree, self.snapshot.modes())
-        return DeferredCall(found, tree, call_signature, self.program(call_signature, found, tree, x))
+        versions = [_version(leaf) for leaf in self.with_activation(found, x)]
+        return DeferredCall(found, tree, call_signature, self.program(call_signature, found, tree, x), versions)
 
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
         return self.signature.program(
             call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
         )
+
+    def unlike(self, program: Program) -> str:
+        """Reason why the blocks of the stack cannot run a program, whose layer was traced in other modes, or ""."""
+        if id(program) not in self._unlike and program.blocks is not None:
+            reads = [pieces.parameters(program.exported.parameters) for pieces in program.blocks]
+            other = [name for mine, known in zip(reads, self.read, strict=False) for name in mine - known]
+            why = f"it reads {', '.join(sorted(other))}, unlike at parallelize()" if other else ""
+            if len(reads) != len(self.read):
+                why = f"it has {len(reads)} all-reduces, and had {len(self.read)} at parallelize()"
+            self._unlike[id(program)] = why
+        return self._unlike.get(id(program), "")
 
     def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
         """Leaves of a call, with `x` as its activation."""
@@ -101,12 +117,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class DeferredCall:
-    """Recorded call of a layer that runs with the last one: leaves, signature and program."""
+    """Recorded call of a layer that runs with the last one: leaves, signature, program, and the leaves' versions."""
 
     found: list[Any]
     tree: pytree.TreeSpec
     call_signature: CallSignature
     program: Program
+    versions: list[int]
 
     def is_causal(self, block: int, known: dict[int, bool]) -> bool:
         """Whether a block's `partial` relates tokens, and none to a later one.
@@ -119,6 +136,12 @@ class DeferredCall:
         masks = [self.found[self.program.leaf_of[name]] for name in pieces.masks]
         known.update((id(mask), is_causal_mask(mask)) for mask in masks if id(mask) not in known)
         return all(known[id(mask)] for mask in masks)
+
+
+def _version(leaf: Any) -> int:
+    """Number of a tensor's in-place changes; 0 where they are not counted (`torch.inference_mode`)."""
+    counted = isinstance(leaf, Tensor) and not isinstance(leaf, Pending) and not leaf.is_inference()
+    return leaf._version if counted else 0
 
 
 @dataclass
@@ -161,8 +184,8 @@ class Runner:
         for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
             assert program.blocks is not None
             for number, pieces in enumerate(program.blocks):
-                reads = [*pieces.partial.reads, *pieces.combine.reads]
-                names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
+                names = pieces.parameters(program.exported.parameters)
+                layer.read.append(names)
                 cuts = dict(layer.signature.cuts)
                 apart = bool(layer.signature.balanced) and program.in_pieces[number] is not None
                 blocks.append(
@@ -170,7 +193,13 @@ class Runner:
                 )
                 self.layer_of.append(index)
         self._asked = (options.get("schedule", AUTO), options.get("sub_batches"))
-        self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
+        # Other masks of dropout in each list of layers, and the same however stages or segments divide a list.
+        place = layers[0].path.rpartition(".")[2]
+        before = (int(place) if place.isdecimal() else 0) * (len(blocks) // len(layers))
+        self.stack = OverlappedStack(
+            blocks, process_group=group, layer_of=self.layer_of, name=name,
+            first_block=hash_of(name) % 2**32 + before, **options,
+        )  # fmt: skip
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
         self.part: int | None = None
@@ -225,8 +254,8 @@ class Runner:
         call = layer.deferred(found, tree, first)
         self._calls.append(call)
         where, program = layer.path, call.program
-        why = program.why_not_in_a_stack
-        if why and (program.blocks is None or first.shape[0] > 1):
+        why = layer.unlike(program) or program.why_not_in_a_stack
+        if why and (program.blocks is None or first.shape[0] > 1 or layer.unlike(program)):
             raise UnsplittableError(
                 f"{where} with these arguments: {why}; give parallelize() schedule='layers', which hides "
                 "communication inside each layer alone"
@@ -255,6 +284,13 @@ class Runner:
         x, calls = self._x, self._calls
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
+        for layer, call in zip(self.layers, calls, strict=True):
+            if [_version(leaf) for leaf in layer.with_activation(call.found, x)] != call.versions:
+                raise RuntimeError(
+                    f"{layer.path} was called with a tensor that was changed in place before the last layer's call, "
+                    "with which all layers run; change a copy of it (step = step + 1), or give parallelize() "
+                    "schedule='layers', which hides communication inside each layer alone"
+                )
         by_tokens = self.stack.may_cut_tokens(x) and all(call.program.sub_batches_of_tokens for call in calls)
         of_layer = [self._inputs(layer, call, by_tokens) for layer, call in zip(self.layers, calls, strict=True)]
         causal: dict[int, bool] = {}
@@ -266,7 +302,7 @@ class Runner:
             block.causal = pieces is not None and call.is_causal(block.number, causal)
             if not self.sharded:
                 block.adopt(self.layers[index].module)
-        training = any(any(call.call_signature.modes) for call in calls)
+        training = any(any(call.call_signature.modes.training) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
         inputs = [of_layer[index] for index in self.layer_of]

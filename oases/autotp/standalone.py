@@ -20,7 +20,7 @@ class StandaloneForward:
     def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
         self.module = module
         self.signature = signature
-        self.snapshot = ModuleSnapshot(module, path)
+        self.snapshot = ModuleSnapshot(module, path, signature.states)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's program; arguments and result are those of the layer."""

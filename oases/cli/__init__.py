@@ -33,7 +33,7 @@ class _Completion(argparse.Action):
         try:
             import shtab
         except ImportError as error:
-            raise UsageError(f"{_COMPLETION} needs the package shtab; pip install 'oases[completion]'") from error
+            raise UsageError(f"{_COMPLETION} needs the package shtab; pip install shtab") from error
         _complete_paths(parser, shtab)
         print(shtab.complete(parser, shell))
         parser.exit()

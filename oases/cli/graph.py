@@ -132,7 +132,8 @@ def _short(name: str) -> str:
 _OF_GRAPHS = ("stages", "balance", "html")
 _OF_PLANS = (
     "model", "hidden", "layers", "heads", "vocabulary", "global_batch", "memory", "degrees", "micro_batches",
-    "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire", "allow_lossy", "explain", "sweep",
+    "pipelines", "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire", "expert_parallel",
+    "allow_lossy", "explain", "sweep",
 )  # fmt: skip
 
 
@@ -197,8 +198,6 @@ def show_graph(options: argparse.Namespace) -> None:
         write_text(options.json, graph.to_json(), "--json")
         console.print(f"written to {options.json}; read it with: oases plan --graph {options.json}", soft_wrap=True)
     if options.html is not None:
-        from oases.cli.graph import write_drawing
-
         write_drawing(Path(options.html), graph, parts, rows)
         console.print(f"written to {options.html}", soft_wrap=True)
 
@@ -268,8 +267,6 @@ def _sent(values: Sequence[Any]) -> str:
 
 def _held(start: int, stop: int, part: Part) -> str:
     """Layers of a part, as ranges per list; else its label."""
-    from oases.cli.graph import name_of
-
     layers = Part(part.graph, start, stop).layers
     if not layers:
         return name_of(part)

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "--num-experts": "--experts",
     "--use-distributed-optimizer": "--zero",
     "--gradient-checkpointing": "--recompute full",
+    "--recompute-activations": "--recompute full",
 }
 """Options of Megatron and transformers, and ours."""
 

@@ -153,7 +153,6 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--explain", action="store_true", help="also show the best plans of other kinds and what they lose"
     )
-    plan.add_argument("--objective", help=argparse.SUPPRESS)  # of 0.1.0
     plan.add_argument(
         "--sweep", metavar="DIR",
         help="instead of one plan, write step time against link speed, degree and model size to DIR",
@@ -196,11 +195,6 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.planner.explain import rivals
     from oases.terminal import console, working
 
-    if options.objective not in (None, "simulated"):
-        raise UsageError(
-            f"--objective {options.objective}: plans by the paper's formula are made by "
-            "benchmarks/papers/oases_objective.py in the source tree; leave it out"
-        )
     if options.graph is not None:
         show_graph(options)
         return

@@ -70,7 +70,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="N", help="global batch size, samples per optimizer step")
     parser.add_argument(
         "--memory", type=_parsed(parse_bytes), metavar="SIZE",
-        help="memory limit per device, e.g. 24GiB, 20GB, 900MiB (default: 92 %% of the device)",
+        help="memory limit per device, e.g. 24GiB, 20GB, 900MiB (default: 96 %% of the device's, less 1 GiB for its "
+        "runtime)",
     )  # fmt: skip
     parser.add_argument("--degrees", type=_parsed(counts), metavar="N,N", help="tensor-parallel degrees to search")
     parser.add_argument(
@@ -78,7 +79,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipelines", type=_parsed(names), metavar="NAME,NAME", help="pipeline schedules to search")
     parser.add_argument("--no-recompute", action="store_true", help="exclude activation recomputation")
-    parser.add_argument("--no-zero", action="store_true", help="exclude ZeRO-1 (sharded optimizer state)")
+    parser.add_argument(
+        "--no-zero", action="store_true", help="exclude ZeRO-2 (sharded gradients and optimizer state)"
+    )
     parser.add_argument("--no-fsdp", action="store_true", help="exclude FSDP (sharded weights)")
     parser.add_argument("--no-sequence-parallel", action="store_true", help="exclude sequence parallelism")
     parser.add_argument(

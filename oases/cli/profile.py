@@ -149,7 +149,6 @@ def add(commands: Any) -> None:
 
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.cli.profile import summary
     from oases.terminal import console
 
     if options.json is None and (options.convert is not None or options.append):
@@ -194,7 +193,7 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
         _nothing_written(options)
         sys.exit(130)
     except SystemExit as exit:
-        if exit.code != 2:  # a mistake in what was given is_first_rank for itself
+        if exit.code != 2:  # 2 is a mistake in what was given, whose message says enough
             _nothing_written(options)
         raise
     return hardware

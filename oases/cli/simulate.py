@@ -88,7 +88,10 @@ def add(commands: Any) -> None:
         "merak:SHARE (default: none)",
     )
     hand.add_argument(
-        "--zero", action="store_true", default=None, help="shard optimizer state over data-parallel ranks (ZeRO-1)"
+        "--zero",
+        action="store_true",
+        default=None,
+        help="shard gradients and optimizer state over data-parallel ranks (ZeRO-2)",
     )
     hand.add_argument(
         "--pipeline",

@@ -17,6 +17,8 @@ from oases.limits import short
 from oases.moe.placement_data import Integers, checked_counts
 
 KIND = "oases loads"
+DIFFERENCE = 0.1
+"""Standard deviation of the gates of generated devices from the common one, in logits."""
 _REMEDY = "record one with --record-loads"
 
 
@@ -108,27 +110,25 @@ def generate(
     steps: int = 1,
     concentration: float = 0.3,
     drift: float = 0.05,
-    difference: float = 0.1,
     seed: int = 0,
 ) -> Iterator[Integers]:
     """Generate counts [expert, device] of one layer over some steps: a Dirichlet gate with a random walk of its
     logits.
 
     tokens: of each device, times top_k. concentration: of the Dirichlet distribution, small for an unbalanced gate.
-    drift: standard deviation of a step of the walk, in logits. difference: of the devices' gates from the common one,
-    in logits.
+    drift: standard deviation of a step of the walk, in logits.
     """
     for name, value in (("experts", experts), ("devices", devices), ("steps", steps)):
         if value < 1:
             raise UsageError(f"generate: {name} must be at least 1, got {value}")
-    if tokens < 0 or not concentration > 0 or drift < 0 or difference < 0:
+    if tokens < 0 or not concentration > 0 or drift < 0:
         raise UsageError(
-            "generate: tokens, drift and difference must be at least 0 and concentration above 0, got "
-            f"{tokens}, {drift}, {difference} and {concentration}"
+            "generate: tokens and drift must be at least 0 and concentration above 0, got "
+            f"{tokens}, {drift} and {concentration}"
         )
     random = np.random.default_rng(seed)
     logits = np.log(random.dirichlet(np.full(experts, concentration)) + 1e-9)
-    own = difference * random.standard_normal((devices, experts))
+    own = DIFFERENCE * random.standard_normal((devices, experts))
     for _ in range(steps):
         gates = np.exp(logits + own)
         gates /= gates.sum(1, keepdims=True)

@@ -28,7 +28,7 @@ import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of, group_size
 from oases.parallel.collectives import gather
-from oases.parallel.replicas import averages, replicas_of
+from oases.parallel.replicas import averaged_parameters, replicas_of
 from oases.parallel.sharding import Cut, cuts, sharded_modules, sharded_parameters
 from oases.parallel.total_norm import install as install_total_norm
 from oases.parallel.total_norm import is_total
@@ -40,7 +40,8 @@ _WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_f
 _ZERO = "ZeroRedundancyOptimizer"
 _AVERAGED = (
     "{} around a model that averages its gradients by itself, over the mesh's data-parallel dimension; call the "
-    'model as it is, or leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
+    "model as it is, or, where parameters around it are trained, too, leave that dimension out: "
+    'oases.parallelize(model, mesh=mesh["tp"])'
 )
 _holders: WeakSet[nn.Module] = WeakSet()
 _stages: WeakSet[nn.Module] = WeakSet()
@@ -180,7 +181,7 @@ def _guard_fsdp2() -> None:
     @wraps(take)
     def checked(self: Any, param: nn.Parameter, module_info: Any, mesh_info: Any, *others: Any, **named: Any) -> None:
         holder = module_info.module
-        if averages(param):
+        if id(param) in averaged_parameters():
             raise UsageError(_AVERAGED.format("fully_shard"))
         if holder in _holders and any(param is each for _, each, _ in sharded_parameters(holder)):
             name = f"{type(holder).__name__}.{module_info.param_name}"
@@ -240,7 +241,8 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
         raise UsageError(_AVERAGED.format(kind))
     ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))
     if isinstance(module, nn.ParameterList):  # of torch.distributed._composable.replicate
-        if any(averages(parameter) for parameter in module):
+        averaged = averaged_parameters()
+        if any(id(parameter) in averaged for parameter in module):
             raise UsageError(_AVERAGED.format("replicate"))
         _refuse_shared(kind, ranks, module)
     ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()

@@ -87,7 +87,7 @@ class StageMessages:
     order. device: of the tensors. split: whether each tensor-parallel rank sends its part alone; otherwise each sends
     the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). wire: name of a quantised
     type for activations and gradients, which are then rounded; "" for their own. All messages of a lane have
-    the shape and type of its first, which is announced in a header.
+    the shape and type of its first, which is announced in a header, until `renew`.
     Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it, UsageError for an unknown
     wire and, on all ranks, for one that differs between them.
     """
@@ -156,6 +156,11 @@ class StageMessages:
         """Seconds this rank has waited for messages, including sends at the end of lists."""
         self._settle()
         return sum(lane.row.blocked_seconds for lane in self._lanes.values())
+
+    def renew(self) -> None:
+        """Announce shapes again, between lists of ops, for a batch of another shape. All stages call it alike."""
+        for lane in self._lanes.values():
+            lane.layout = None
 
     def begin(self, ops: Iterable[Op]) -> None:
         """Post the first receives of each lane, before a list of ops runs."""

@@ -111,6 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, master in masters:
             master.grad = parameter.grad
         self.inner.step()
+        self._take_options()
         for _, master in masters:
             master.grad = None
         self.copy_masters_to_model()
@@ -185,7 +186,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _set_options(self) -> None:
         """Take over options that were changed in `param_groups`."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
+            inner.update(_without_parameters(group))
+
+    def _take_options(self) -> None:
+        """Show what the optimizer keeps in its groups, as schedule-free ones their counts, in `param_groups`."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_without_parameters(inner))
 
     def _link(self) -> None:
         """Show the state of this rank's share as `state`, by parameter."""
@@ -193,6 +199,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, updated in self._updated.items():
                 if updated in self.inner.state:
                     self.state[parameter] = self.inner.state[updated]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def weight_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -7,14 +7,16 @@ it; the collectives are those of `GradientAverager`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from oases.execution.group import ProcessGroup, group_name, group_of
 from oases.execution.propagation import watch_passes
@@ -26,6 +28,8 @@ DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard")
 
 _averaged: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 """Replicas of each module that averages its gradients."""
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+_before_steps: Any = None
 
 
 class Replicas:
@@ -111,6 +115,9 @@ def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:
     group = data_parallel_group(mesh)
     if all(each is None for _, each in averaged_parts(module, group)):
         return
+    global _before_steps
+    if _before_steps is None:
+        _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
     replicas = Replicas(group, wire)
     module.register_forward_pre_hook(replicas.called)
     watch_passes(module, replicas.groups)
@@ -140,6 +147,24 @@ def replicas_of(module: nn.Module) -> Replicas | None:
     return next((found for part in module.modules() if (found := _averaged.get(part)) is not None), None)
 
 
-def averages(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is one of a module that averages its gradients."""
-    return any(parameter is each for module in list(_averaged) for each in module.parameters())
+def _tell_of_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of an optimizer that updates parameters of averaging models and others: no wrapper may take both."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    averaged = averaged_parameters()
+    others = [each for each in held if id(each) not in averaged]
+    if 0 < len(others) < len(held):
+        warnings.warn(
+            f"{type(optimizer).__name__} updates {len(others)} parameters, such as one of shape "
+            f"{list(others[0].shape)}, besides those of a model that averages its gradients over replicas: theirs "
+            "are not averaged, so replicas go apart; parallelize() the module that holds all of them, or leave the "
+            'data-parallel dimension out (mesh=mesh["tp"]) and wrap that module in DistributedDataParallel',
+            stacklevel=4,
+        )
+
+
+def averaged_parameters() -> set[int]:
+    """Ids of the parameters of modules that average their gradients."""
+    return {id(parameter) for module in list(_averaged) for parameter in module.parameters()}

@@ -88,11 +88,10 @@ class Plan:
     """Parallelism of a training run: stages, micro-batches and sharding. `global_batch`: samples per optimizer
     step.
 
-    zero: optimizer state is sharded over the data-parallel ranks (ZeRO-1). fsdp: weights and gradients are sharded
-    too. wire: dtype in which tensor-parallel sums are sent, one of WIRES. pipeline:
-    pipeline schedule, the name of a generator or the text of a list for these stages and micro-batches. experts:
-    replaces every MLP, sharded across the ranks of its stage; segments then hold whole layers, and their own
-    schedule is not used.
+    zero: gradients and optimizer state are sharded over the data-parallel ranks (ZeRO-2). fsdp: weights, too. wire:
+    dtype in which tensor-parallel sums are sent, one of WIRES. pipeline: pipeline schedule, the name of a generator
+    or the text of a list for these stages and micro-batches. experts: replaces every MLP, sharded across the ranks of
+    its stage; segments then hold whole layers, and their own schedule is not used.
     """
 
     model: Model

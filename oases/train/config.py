@@ -86,7 +86,7 @@ class TrainConfig(ExpertOptions):
         metavar="NAME|FILE",
     )
     micro_batches: int = option(1, "micro-batches per optimizer step (gradient accumulation)")
-    zero: bool = option(False, "shard optimizer state over data-parallel ranks (ZeRO-1)")
+    zero: bool = option(False, "shard gradients and optimizer state over data-parallel ranks (ZeRO-2)")
     fsdp: bool = option(False, "shard weights, gradients and optimizer state over data-parallel ranks (FSDP2)")
     plan: str | None = option(
         None, "plan file of oases plan: sets model, batch, ranks, parallel degrees and schedules", metavar="FILE"
@@ -249,7 +249,7 @@ class TrainConfig(ExpertOptions):
 
     @property
     def beyond_tensor_parallel(self) -> bool:
-        """Whether a dense run uses data or pipeline parallelism, gradient accumulation, ZeRO-1 or FSDP."""
+        """Whether a dense run uses data or pipeline parallelism, gradient accumulation, ZeRO-2 or FSDP."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp

@@ -56,7 +56,7 @@ class LoadBalance:
         self._counts: dict[int, Any] = {}
         self.last: StepLoadBalance | None = None
         """Balance of the last step."""
-        self.history: list[StepLoadBalance] = []
+        self._steps, self._sums = 0, np.zeros(len(fields(StepLoadBalance)))
 
     def record_layers(self, layers: Mapping[int, OverlappedMoE]) -> None:
         """Record a micro-batch's forward pass through MoE layers, given by layer number."""
@@ -87,7 +87,7 @@ class LoadBalance:
         before, after, copies, dropped, saved = (list(column) for column in zip(*map(astuple, rows), strict=True))
         mean = statistics.mean
         self.last = StepLoadBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
-        self.history.append(self.last)
+        self._steps, self._sums = self._steps + 1, self._sums + astuple(self.last)
         if self._trace is not None:
             with Recorder(self._trace, append=True) as recorder:
                 for layer in sorted(counts):
@@ -96,12 +96,10 @@ class LoadBalance:
 
     def summary(self) -> dict[str, float]:
         """Means over the steps of this process; rb: balance_before / balance_after."""
-        if not self.history:
+        if not self._steps:
             return {}
-        found = {
-            item.name: statistics.mean(getattr(row, item.name) for row in self.history)
-            for item in fields(StepLoadBalance)
-        }
+        means = (self._sums / self._steps).tolist()
+        found = {item.name: mean for item, mean in zip(fields(StepLoadBalance), means, strict=True)}
         before, after = found["balance_before"], found["balance_after"]
         return found | {"rb": before / after if after else 1.0 if not before else float(np.inf)}
 
@@ -129,8 +127,10 @@ def require_new_trace(trace: str, *, new: bool) -> None:
 
 
 def _begin(path: Path, steps_done: int) -> None:
-    """Truncate the trace to the steps before `steps_done`."""
-    kept = [row for row in replay(path) if row[0] < steps_done] if path.is_file() and path.stat().st_size else []
-    with Recorder(path) as recorder:
-        for row in kept:
-            recorder.write(*row)
+    """Truncate the trace to the steps before `steps_done`, at once: a process that is killed here loses none."""
+    aside = path.with_name(f".{path.name}.part")
+    with Recorder(aside) as recorder:
+        for row in replay(path) if path.is_file() and path.stat().st_size else ():
+            if row[0] < steps_done:
+                recorder.write(*row)
+    aside.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,13 +75,22 @@ class StepLog:
         except OSError as error:
             raise unwritable("step log", self._path, error) from error
 
+    def sync(self) -> None:
+        """Flush to disk, so that a run resumed from a checkpoint finds all steps before it."""
+        if self._file.seekable():  # no terminal or pipe
+            os.fsync(self._file.fileno())
+
     def __enter__(self) -> StepLog:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()  # writes again what is left in its buffer
+        except OSError as failed:
+            if error is None:
+                raise unwritable("step log", self._path, failed) from failed
 
 
 def _require_log(path: Path) -> None:

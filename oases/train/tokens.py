@@ -109,9 +109,15 @@ class TokenCorpus(Corpus):
         self.file = cache_path().parent / "tokens" / f"{key}.{self._kind.name}"
         """Cache file of the tokens, unsigned integers in native byte order."""
         if not self.file.is_file():
-            with _locked(self.file):
-                if not self.file.is_file():  # another process may have written it meanwhile
-                    self._write()
+            try:
+                with _locked(self.file):
+                    if not self.file.is_file():  # another process may have written it meanwhile
+                        self._write()
+            except OSError as error:
+                raise UsageError(
+                    f"tokens of data {str(self.path)!r} cannot be written to {str(self.file)!r}: {error}; set "
+                    "OASES_CACHE to a file in another folder"
+                ) from error
         if not self.file.stat().st_size:
             raise UsageError(f"data {str(self.path)!r} has no tokens; give more text")
         self._tokens = np.memmap(self.file, self._kind, mode="r")
@@ -134,7 +140,7 @@ class TokenCorpus(Corpus):
         return self._tokens[start : start + length]
 
     def _write(self) -> None:
-        aside = self.file.with_name(f".{self.file.name}.{os.getpid()}.part")
+        aside = self.file.with_name(f".{self.file.name}.part")  # of one process at a time, under the lock
         try:
             with aside.open("wb") as out, progress("tokenizing, %", 100, not console.quiet) as advance:
                 done = shown = 0

@@ -137,14 +137,19 @@ class Trainer:
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
         set_choices(self.model, record.choices, self.group)
-        other = record.data_differences(self._data())
-        if other and group_rank(self.group) == 0:
-            warnings.warn(f"checkpoint {str(path)!r} resumes with different batches: {other}", stacklevel=3)
-        changed = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
-        if changed and group_rank(self.group) == 0:
-            warnings.warn(
-                f"checkpoint {str(path)!r}: {changed}; give --backend {record.backend or 'gloo'}", stacklevel=3
-            )
+        batches = record.data_differences(self._data())
+        sums = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
+        rate = record.rate_difference(self.learning_rate(record.step))
+        for differs, what in (
+            (batches, f" resumes with different batches: {batches}"),
+            (sums, f": {sums}; give --backend {record.backend or 'gloo'}"),
+            (
+                rate,
+                f": {rate}; give the --steps, --warmup and --learning-rate... of the saved run to go on as it would",
+            ),
+        ):
+            if differs and group_rank(self.group) == 0:
+                warnings.warn(f"checkpoint {str(path)!r}{what}", stacklevel=3)
         # A run restarted automatically may find itself complete.
         if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(

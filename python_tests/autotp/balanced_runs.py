@@ -13,7 +13,7 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.autotp.balanced import balanced_modules
+from oases.autotp.balanced import BalancedExperts
 from oases.execution.group import group_of, scheduler_of
 from oases.moe.placement_data import Placement, owner_only
 from oases.parallel.sharding import cuts, holders
@@ -116,8 +116,7 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    states = dict(balanced_modules(parallel))
-    held = {path: state.module.get_parameter(state.mlp.up).shape[0] for path, state in states.items()}
+    held = {state.name: state.module.get_parameter(state.mlp.up).shape[0] for state in states_of(parallel)}
     runner = parallel.oases_partition.layers[0].runner
     worst |= {
         "in_pieces": len(runner.stack.schedule.dispatched),
@@ -131,8 +130,13 @@ def refused(name, dims, options, changed):
     return said(lambda: oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", **options))
 
 
+def states_of(model):
+    """States of the balanced expert modules of a model."""
+    return [each for module in model.modules() for each in vars(module).values() if isinstance(each, BalancedExperts)]
+
+
 def placed_everywhere(model):
-    for _, state in balanced_modules(model):
+    for state in states_of(model):
         state.place(copied_everywhere(state.number, state.groups.degree))
 
 
@@ -159,7 +163,7 @@ def on_wires(name, dims, wires):
     for wire in wires:
         model = build(name)
         oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", placement="none", wire_dtype=wire)
-        scheduler = scheduler_of(group_of(next(balanced_modules(model))[1].groups.expert))
+        scheduler = scheduler_of(group_of(states_of(model)[0].groups.expert))
         scheduler.reset_totals()
         data = batch(name)
         loss = loss_of(model(**data), data)

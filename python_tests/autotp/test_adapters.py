@@ -1,5 +1,6 @@
 """Models with adapters of peft (LoRA), parallelized on two ranks, against themselves in one process."""
 
+import contextlib
 import re
 
 import pytest
@@ -14,21 +15,28 @@ from oases.parallel.sharding import cuts
 peft = pytest.importorskip("peft")
 
 TARGETS = {"all": "all-linear", "queries and values": ["q_proj", "v_proj"]}
+SOME = ["q_proj", "down_proj"]
+"""Linears of which one is column-parallel and one row-parallel."""
 
 
 def adapted(targets, model=None, name="llama", **options):
     """Model with LoRA pairs of which the second, which is zero at first, has values, too."""
     model = build(name) if model is None else model
     torch.manual_seed(2)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS[targets], **options))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS.get(targets, SOME), **options))
+    fill(model, "lora_B")
+    return model
+
+
+def fill(model, part):
+    """Give adapters values, of which each rank has its shards."""
     torch.manual_seed(2)
     known = cuts(model)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if part in name:
             cut = known.get(id(parameter))
             whole = torch.randn([cut.size if cut and at == cut.dim else n for at, n in enumerate(parameter.shape)])
             parameter.detach().copy_(0.1 * (whole if cut is None else cut.take(whole, dist.get_rank(), 2)))
-    return model
 
 
 def check(targets, folder, after=False):
@@ -70,6 +78,97 @@ def check(targets, folder, after=False):
 )
 def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, after, tmp_path):
     two_ranks.run(check, targets, str(tmp_path / "adapter"), after)
+
+
+def two_adapters(model=None):
+    """Model of which all weights are trained, with two adapters; the second one, of some linears, is inactive."""
+    model = adapted("some", model)
+    torch.manual_seed(3)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj", "down_proj"]))
+    fill(model, "other")
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    return model
+
+
+def disabled(model):
+    return model.disable_adapter()
+
+
+def replaced(model):
+    model.set_adapter("other")
+    return contextlib.nullcontext()
+
+
+def rescaled(model):
+    for part in model.modules():
+        if hasattr(part, "set_scale"):
+            part.set_scale("default", 3.0)
+    return contextlib.nullcontext()
+
+
+def merged(model):
+    model.merge_adapter()
+    return contextlib.nullcontext()
+
+
+STATES = (disabled, replaced, rescaled, merged)
+
+
+def check_states(state, after, options):
+    """Loss and gradients in a state of the adapters, and the loss once more as before, where peft goes back to it."""
+    plain, data = two_adapters(), batch("llama")
+    parallel = two_adapters(oases.parallelize(build("llama"), **options)) if after else two_adapters()
+    parallel = parallel if after else oases.parallelize(parallel, **options)
+    with torch.no_grad():
+        before = parallel(**data).loss
+    found = []
+    with state(plain), state(parallel):
+        for model in (plain, parallel):
+            for parameter in model.parameters():  # peft freezes adapters that are off
+                parameter.requires_grad_()
+            found.append(model(**data).loss)
+            found[-1].backward()
+    expected, got = (loss.detach() for loss in found)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+    assert torch.allclose(expected, before, rtol=1e-4) == (state is merged)
+    worst, name = gradients_apart(plain, parallel)
+    assert worst < 1e-4, name
+    losses = [model(**data).loss.detach() for model in (plain, parallel)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+WAYS = {
+    "across layers": (False, {}),
+    "inside layers": (False, {"schedule": "layers"}),
+    "added after parallelize": (True, {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("state", "way"),
+    [
+        pytest.param(state, way, marks=() if (state, way) == (disabled, "across layers") else pytest.mark.slow)
+        for state in STATES
+        for way in WAYS
+    ],
+)
+def test_adapters_are_off_replaced_scaled_and_merged(two_ranks, state, way):
+    two_ranks.run(check_states, state, *WAYS[way])
+
+
+def off_while_merged():
+    model = oases.parallelize(adapted("some"))
+    model.merge_adapter()
+    with model.disable_adapter():  # peft takes them out of the weights again in the forward
+        return said(lambda: model(**batch("llama")))
+
+
+@pytest.mark.long
+def test_a_state_that_a_graph_cannot_follow(two_ranks):
+    for text in two_ranks.run(off_while_merged):
+        assert re.search(r"another _disable_adapters, merged_adapters than at .*unmerge_adapter\(\)", text), text
 
 
 def dropped(alone):
@@ -116,6 +215,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", REFUSED)
 def test_adapters_that_are_refused_after_parallelize(two_ranks, what):

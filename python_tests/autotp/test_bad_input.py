@@ -108,6 +108,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("function", ERRORS)
 def test_wrong_input_is_told(two_ranks, function):

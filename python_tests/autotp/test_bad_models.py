@@ -118,6 +118,17 @@ def _early(some):
     return model(tokens())
 
 
+class Steps(Plain):
+    """Tells its layers their number, in one tensor."""
+
+    def forward(self, tokens):
+        x, step = self.table(tokens), torch.zeros(1, 1, dtype=torch.float64)
+        for layer in self.layers:
+            x = layer(x, step)
+            step += 1
+        return self.head(x)
+
+
 def _replaced(model):
     model.layers[0].attn.forward = lambda x, mask=None: x
 
@@ -156,6 +167,10 @@ CASES = {
     "attributes later": (
         lambda: _after(lambda m: setattr(m.layers[1].norm, "eps", 1.0)),
         "RuntimeError: layers.1.norm had eps=1e-05 and has 1.0 now: set it before parallelize",
+    ),
+    "arguments in place": (
+        lambda: run(made(Steps)),
+        r"RuntimeError: layers.0 was called with a tensor that was changed in place .*\(step = step \+ 1\), or",
     ),
     "layer hooks": (
         lambda: _with(lambda m: m.layers[0].register_forward_hook(lambda *given: given[-1] * 2)),
@@ -206,6 +221,7 @@ def with_spec():
     return found
 
 
+@pytest.mark.long
 def test_what_a_spec_says(two_ranks):
     for found in two_ranks.run(with_spec):
         assert max(worst for worst, _, _ in found.values()) < 1e-12
@@ -247,6 +263,7 @@ def of_degree(ranks, keys):
     return model.oases_partition.layers[0].column
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "keys"), [(1, 12), (3, 12), pytest.param(4, 12, marks=pytest.mark.slow), (4, 2), (3, 1), (4, 4)]

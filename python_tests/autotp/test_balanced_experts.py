@@ -36,6 +36,7 @@ def require_close(results, held=None, in_pieces=True):
         assert held is None or set(result["held"].values()) == {held}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dims", "options", "placed", "held"),
     [

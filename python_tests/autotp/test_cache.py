@@ -37,6 +37,7 @@ def generated(name, schedule="oases", num_beams=1):
     return found.sequences, found.past_key_values.layers[0].keys.shape[1]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_gives_the_tokens_of_one_process(two_ranks, name):
@@ -82,6 +83,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", ERRORS)
 def test_a_cache_that_is_not_cut_is_refused(two_ranks, function):
     for text in two_ranks.run(said, function):

@@ -66,6 +66,7 @@ def saved_and_loaded(name, folder, options, at_once=True):
     return expected, found, sharded
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -78,6 +79,7 @@ def test_a_run_goes_on_at_the_same_and_at_another_degree(two_ranks, tmp_path, na
         assert any("embed" in key or "wte" in key for key in sharded)
 
 
+@pytest.mark.long
 def test_a_run_that_saves_while_it_trains(two_ranks, tmp_path):
     for expected, (same, alone), _ in two_ranks.run(saved_and_loaded, "llama", str(tmp_path / "saved"), {}, False):
         assert same == expected

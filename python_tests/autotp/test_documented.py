@@ -79,6 +79,7 @@ def loss_alone(shared_traces, two_ranks):
     return two_ranks.run(dropped, {}, 1)[0]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"schedule": "sync"}, {"sub_batches": 4}, {"recompute": "full"}])
 def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, loss_alone, options):

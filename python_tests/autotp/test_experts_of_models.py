@@ -20,6 +20,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SOME = ("mixtral", "qwen2_moe")
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
@@ -66,6 +67,7 @@ def of_one_sample(name):
         return [float((model(t).logits - parallel(t).logits).abs().max()) for t in (tokens[:, :10], tokens)]
 
 
+@pytest.mark.long
 def test_one_sample_at_two_lengths(two_ranks):
     for found in two_ranks.run(of_one_sample, "mixtral"):
         assert max(found) < 1e-5
@@ -79,6 +81,7 @@ def test_over_four_ranks(four_ranks):
         assert layers["experts"] == EXPERTS
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "options", "runs", "why"),

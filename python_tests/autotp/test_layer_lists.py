@@ -65,6 +65,7 @@ def test_lists_of_layers(kind, args, names):
     assert [each.name for each in observe(twin_of(kind(*args)), spec().inputs).lists] == names
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "args", "layers", "runs"),

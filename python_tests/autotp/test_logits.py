@@ -258,6 +258,22 @@ def test_what_is_written_counts_for_the_loss(two_ranks):
     two_ranks.run(check_writing)
 
 
+def check_inference():
+    targets = torch.arange(10)
+    with torch.inference_mode():
+        whole, logits = pair()[::2]
+        torch.testing.assert_close(logits.softmax(-1), whole.softmax(-1))
+        torch.testing.assert_close(logits.max(-1), whole.max(-1))
+        for x in (whole, logits):
+            x[..., 10:] = -5.0
+        expected, loss = (F.cross_entropy(x.view(-1, VOCABULARY), targets) for x in (whole, logits))
+        torch.testing.assert_close(loss, expected)
+
+
+def test_in_inference_mode(two_ranks):
+    two_ranks.run(check_inference)
+
+
 class Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -12,6 +12,8 @@ from autotp.plain_models import (
 )  # fmt: skip
 from torch import nn
 
+from oases.autotp.export import UnsplittableError, export, twin_of, without_data
+
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
@@ -133,6 +135,7 @@ SLOW = {"first again", "places", "constants", "twice", "reversed", "all results"
 """Found by the same rules as others, which the rest of the ways show."""
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_loops_over_layers(two_ranks, way):
@@ -149,3 +152,71 @@ def test_loops_over_layers(two_ranks, way):
         if way == "table":
             assert report["vocabulary"] == []
             assert "table.weight is read outside" in report["notes"][0]
+
+
+class Keeps(Block):
+    def forward(self, x, kept):
+        self._kept = x.mean()
+        return super().forward(x)
+
+
+class Appends(Block):
+    def forward(self, x, kept):
+        kept.append(x.mean())
+        return super().forward(x)
+
+
+class Fills(Block):
+    def forward(self, x, *, kept):
+        kept[len(kept)] = x.mean()
+        return super().forward(x)
+
+
+class Beside(Plain):
+    """Layers whose result is not all that they compute."""
+
+    def forward(self, tokens):
+        x, kept = self.table(tokens), {}
+        if isinstance(self.layers[0], Fills):
+            for layer in self.layers:
+                x = layer(x, kept=kept)
+            kept = kept.values()
+        else:
+            kept = []
+            for layer in self.layers:
+                x = layer(x, kept if isinstance(layer, Appends) else None)
+            kept = kept or [layer._kept for layer in self.layers]
+        return self.head(x + sum(kept))
+
+
+@pytest.mark.long
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Keeps, "_kept"), (Appends, "items of argument 1"), (Fills, "items of kept")]
+)
+def test_layers_that_keep_values_beside_their_result(two_ranks, kind, what):
+    for worst, report in two_ranks.run(beside_itself, Beside, (kind,)):
+        assert worst < CLOSE
+        assert report["layers"][0]["runs"] == WHOLE
+        assert report["layers"][0]["reason"] == f"{kind.__name__} sets {what} in its forward"
+
+
+class Counts(Block):
+    """Changes itself, or an argument, in calls of other forms than the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, kept=None):
+        self.calls += not self.training
+        if kept is not None:
+            kept.append(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("training", "args", "what"), [(False, (), "calls"), (True, ([],), "items of argument 1")])
+def test_layers_that_begin_to_keep_values_are_refused(training, args, what):
+    layer, x = twin_of(Counts().train(training)), without_data(torch.randn(3, 5, WIDTH))
+    with pytest.raises(UnsplittableError, match=f"^Counts sets {what} in its forward$"):
+        export(layer, (x, *args), {})

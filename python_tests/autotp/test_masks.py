@@ -107,6 +107,7 @@ def recomputed(keys):
     )
 
 
+@pytest.mark.long
 def test_masks_are_recomputed(two_ranks):
     assert max(two_ranks.run(recomputed, 2)) < 1e-9
 

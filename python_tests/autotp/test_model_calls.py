@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from autotp.comparison import gradients_apart, said
+from autotp.plain_models import Block, Plain, loss_of, spec, tokens
 from autotp.zoo import OTHERS, batch, build
 
 import oases
@@ -99,6 +101,7 @@ def checkpointed():
     parallel(**data).loss.backward()
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_is_recomputation(two_ranks):
     two_ranks.run(checkpointed)
 
@@ -172,6 +175,7 @@ def message(function):
     return said(function)
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("function", ERRORS)
 def test_a_clear_error_of_a_call(two_ranks, function):
@@ -227,10 +231,47 @@ def under_autocast(backend):
     assert (mine - part).norm() < 0.02 * part.norm()
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_loss_and_gradients_under_autocast_are_those_of_one_process(two_ranks, backend):
     two_ranks.run(under_autocast, backend)
+
+
+class Casts(Block):
+    """Goes back to the type of its linears, which autocast changes."""
+
+    def mlp(self, x):
+        h = self.up(x)
+        return self.down(F.gelu(h.float() * 1.1).to(h.dtype))
+
+
+def autocast_first(schedule):
+    """Results and gradients of calls in another mode than at parallelize(): under autocast, and then without."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Plain(Casts))
+    oases.parallelize(models[1], spec=spec(), schedule=schedule)
+    found = []
+    for enabled in (True, False):
+        pair = []
+        for model in models:
+            model.eval().zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                pair.append(model(tokens()).float())
+            loss_of(pair[-1]).backward()
+        found.append((float((pair[0] - pair[1]).abs().max() / pair[0].abs().max()), gradients_apart(*models)[0]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.few(1)
+@pytest.mark.parametrize("schedule", ["oases", "layers"])
+def test_a_trace_under_autocast_is_for_autocast_alone(two_ranks, schedule):
+    for under, without in two_ranks.run(autocast_first, schedule):
+        assert max(under) < 0.03
+        assert max(without) < 1e-5
 
 
 def of_one_key_head():

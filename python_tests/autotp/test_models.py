@@ -1,6 +1,6 @@
 """Unedited models of transformers under tensor parallelism against themselves in one process, and docs/models.md.
 
-`make test` runs a model of each kind of layer, `make test-slow` all of them.
+`make test-all` runs a model of each kind of layer, `make test-slow` all of them.
 """
 
 import pytest
@@ -41,6 +41,7 @@ def test_models_of_the_promise(two_ranks, name):
         assert set(result["table"]) <= set(lines_of_the_page()), "run python docs/models.py"
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [slow_unless(name in SOME, name) for name in OTHERS])
 def test_models_nobody_thought_of(two_ranks, name):
@@ -62,6 +63,7 @@ WAYS = ({"schedule": "layers"}, {"recompute": "full"}, {"schedule": "sync"}, {"s
 ONCE = (("llama", WAYS[0]), ("gpt2", WAYS[1]), ("llama", WAYS[2]), ("phi", WAYS[3]))
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),

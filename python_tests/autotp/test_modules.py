@@ -186,6 +186,7 @@ SLOW = {Bare, Convolution, MixedBias, RunningMean}
 """Found by the same rules as others, which the rest of the blocks show."""
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in BLOCKS]
@@ -201,6 +202,7 @@ def of_sequence_first():
     return beside_itself(SequenceFirst)
 
 
+@pytest.mark.long
 def test_a_sequence_in_the_place_of_samples_is_not_cut(two_ranks):
     for worst, report in two_ranks.run(of_sequence_first):
         assert worst < CLOSE
@@ -307,6 +309,7 @@ def of_lengths(kind, args, sizes):
     return [apart(model, parallel, tokens(*size)) for size in sizes]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "args", "sizes"),
@@ -366,6 +369,7 @@ def _doubled(self, x, mask=None):
     return 2 * Attention.forward(self, x, mask)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "way",

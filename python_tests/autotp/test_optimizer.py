@@ -80,6 +80,7 @@ def mean_of_replicas(results):
     return [(x + y) / 2 for x, y in zip(one, other, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_sharded_state_takes_the_steps_of_one_process(four_ranks, name):
@@ -117,6 +118,26 @@ def test_state_of_a_rank_goes_on_equal_to_the_bit():
     assert trained(model, optimizer, DATA) == expected
 
 
+class Scheduled(torch.optim.SGD):
+    """An optimizer that keeps a count in its groups, as schedule-free ones do, and steps by it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.1 / group["steps"]
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_goes_on():
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = oases.make_optimizer(model, Scheduled, lr=1.0, master_weights=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    assert [(group["steps"], group["lr"]) for group in optimizer.param_groups] == [(3, 0.1 / 3)]
+
+
 def with_needs(zero, dtype):
     """Losses and norms of a model that tells its optimizer what it needs, over (dp, tp) = (2, 2)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -141,6 +162,7 @@ def test_the_model_tells_its_optimizer(four_ranks, zero, dtype):
         assert types == {dtype or torch.float32}
 
 
+@pytest.mark.long
 def test_masters_follow_weights_that_are_loaded():
     """Masters begin with the float32 weights, and again with weights that are loaded; rounded ones lose nothing."""
     model, other = build("llama"), build("llama", 1).bfloat16()

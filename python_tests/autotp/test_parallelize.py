@@ -44,6 +44,7 @@ def layers_computed_again(name, recompute):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "stacks"), [("gptj", 1), ("llama", 1), ("bart", 2)])
 def test_recompute_counts_the_layers_of_the_model(two_ranks, name, stacks):
@@ -56,6 +57,7 @@ def kept_by(model, x):
     return measure_memory(lambda: model(x).last_hidden_state, lambda out: out.sum().backward(), x.device).kept
 
 
+@pytest.mark.long
 def test_nothing_is_kept_that_the_author_s_layers_do_not_keep():
     """On one rank, where nothing is cut, graphs keep what autograd keeps of the same ops run one by one."""
     sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=160, vocab_size=90)
@@ -125,6 +127,7 @@ def test_what_a_plan_says_and_nobody_would_do_is_refused(changes, told):
         oases.parallelize(build("llama"), plan=plan)
 
 
+@pytest.mark.long
 def test_one_process_runs_as_before():
     for options in ({}, {"schedule": "layers"}):
         model, parallel = build("gpt2"), oases.parallelize(build("gpt2"), **options)

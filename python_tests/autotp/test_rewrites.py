@@ -247,6 +247,7 @@ def of_kind(name):
     return worst, report["layers"][0]
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_the_code(two_ranks, name):
@@ -326,6 +327,7 @@ def told_of_some_whole_layers():
     return apart(made(Every2nd), model, tokens()), ["1 of 2 layers" in str(each.message) for each in told]
 
 
+@pytest.mark.long
 def test_some_layers_that_stay_whole_are_told_of(two_ranks):
     found = two_ranks.run(told_of_some_whole_layers)
     assert max(worst for worst, _ in found) < CLOSE

@@ -63,6 +63,7 @@ def bidirectional(length=11):
     return {"attention_mask": torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)[None, None]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "joint"),
     [
@@ -80,14 +81,17 @@ def test_gradients_are_those_of_one_process(two_ranks, name, options, joint):
     check(two_ranks.run(gradients, name, {"schedule": "oases", **options}), joint, extent, close)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sub_batches", [2, 3])
 def test_packed_documents(two_ranks, sub_batches):
     check(two_ranks.run(gradients, "llama", {"schedule": "oases", "sub_batches": sub_batches}, packed()))
 
 
+@pytest.mark.long
 def test_a_mask_that_shows_later_tokens(two_ranks):
     check(two_ranks.run(gradients, "llama", {"schedule": "oases"}, bidirectional()), joint=(0, 2))
 
 
+@pytest.mark.long
 def test_four_ranks(four_ranks):
     check(four_ranks.run(gradients, "llama", {"schedule": "oases"}))

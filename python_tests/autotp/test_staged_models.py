@@ -258,39 +258,7 @@ def chain(shape):
     return [name for name, _ in model.named_parameters()]
 
 
-class Peeking(nn.Module):
-    """A layer that keeps something of its inside, for others to read."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x):
-        self.norm = self.linear(x).square().mean()
-        return torch.tanh(self.linear(x))
-
-
-class Penalised(Chain):
-    """A loss that reads what layers keep."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Peeking(8) for _ in range(4))
-
-    def forward(self, x, labels=None):
-        return super().forward(x) + sum(layer.norm for layer in self.layers)
-
-
-def penalised():
-    spec = oases.ParallelSpec(inputs=((torch.empty(3, 8),), {}))
-    return said(lambda: oases.parallelize(Penalised(), mesh=mesh_of(2, 1, 1), spec=spec).train_step(torch.ones(8, 8)))
-
-
-def test_a_loss_that_reads_the_inside_of_a_layer_is_refused(two_ranks):
-    for text in two_ranks.run(penalised):
-        assert "the loss reads what layers.0 computes inside and does not return" in text
-
-
+@pytest.mark.long
 def test_results_that_skip_stages_and_weights_between_modules(four_ranks):
     for shape in ((4, 1, 1), (2, 2, 1)):
         names = four_ranks.run(chain, shape)
@@ -341,6 +309,7 @@ def wrong(kind):
     return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "message"),

@@ -59,6 +59,7 @@ def meshes(kind):
     return found.mesh_dim_names, found["tp"].size(), copy.deepcopy(model).oases_mesh == found
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "group", "unnamed", "dp and tp", "stages"])
 def test_every_model_knows_its_mesh(two_ranks, kind):

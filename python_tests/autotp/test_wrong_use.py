@@ -66,5 +66,6 @@ def check_batches():
     assert torch.equal(model(**DATA).loss, loss)
 
 
+@pytest.mark.long
 def test_ranks_with_different_batches_are_told(two_ranks):
     two_ranks.run(check_batches)

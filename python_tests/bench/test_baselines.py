@@ -147,6 +147,7 @@ def test_what_domino_cannot_do(monkeypatch: pytest.MonkeyPatch, batch: int, reco
         require_baseline("domino", batch, recompute)
 
 
+@pytest.mark.long
 def test_bench_runs_peers_beside_the_schedules(two_ranks: RankPool) -> None:
     config = OverlapBenchConfig(
         hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, peers="torch", malloc="trim"

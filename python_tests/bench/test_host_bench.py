@@ -35,6 +35,7 @@ def test_both_ways_do_the_same_work(schedule: str, recompute: str, models: str, 
     assert result["left_out"] == {}
 
 
+@pytest.mark.long
 def test_a_model_whose_library_is_missing_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from oases_bench.loss import LossBenchConfig, kernels_of
 SMALL = ["--hidden", "128", "--layers", "1", "--sequence", "8", "--batch", "4", "--steps", "2", "--seeds", "1"]
 
 
+@pytest.mark.long
 def test_losses(tmp_path, capsys):
     path = tmp_path / "loss.json"
     main(["bench", "loss", "--wires", "none,int8", *SMALL, "--json", str(path)])

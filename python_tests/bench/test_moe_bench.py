@@ -29,6 +29,7 @@ def trace(tmp_path):
     return str(path)
 
 
+@pytest.mark.long
 def test_every_placement_has_its_row_under_every_load(two_ranks, trace):
     config = replace(SMALL, trace=trace).prepared(Ranks(2))
     result = two_ranks.run(run_experts_bench, config, Ranks(2), False)[0]

@@ -186,6 +186,7 @@ def test_a_ratio_that_the_measurement_does_not_find_is_corrected(monkeypatch: py
     assert forgotten == [1], "auto chooses anew"
 
 
+@pytest.mark.long
 def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     sizes = "--hidden 32 --heads 4 --layers 1 --sequence 8 --batch 4 --iterations 1".split()  # noqa: SIM905
@@ -201,6 +202,7 @@ def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.C
     assert "malloc: glibc's default" in said
 
 
+@pytest.mark.long
 def test_one_sample_is_cut_along_the_sequence(
     ranks_at_hand: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def test_sizes_shrink_and_shapes_stay():
         scaled_configuration({"model_type": "llama"}, 64, 4, 1)
 
 
+@pytest.mark.long
 def test_a_scaled_plan_has_the_stages_of_the_large_one():
     large, small = (trace_layers(configured_model(LLAMA | {"num_hidden_layers": n}), sequence=8) for n in (8, 3))
     stages = (Stage((Segment(12, 2, "oases", 2, 2),)), Stage((Segment(4, 2, "oases", 2, 2),)))

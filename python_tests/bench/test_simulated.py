@@ -36,6 +36,7 @@ def run():
     return result, compare_predictions(bench, result, HARDWARE)
 
 
+@pytest.mark.long
 def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, tmp_path: Path) -> None:
     result, steps = two_ranks.run(run)[0]
     sent = 4 * 8 * 32 * 4 / 1e6  # seconds of an all-reduce
@@ -68,6 +69,7 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_command(ranks_at_hand, capfd, tmp_path) -> None:
     profile, result, page = (tmp_path / name for name in ("profile.json", "result.json", "page.html"))
     write(HARDWARE, profile)

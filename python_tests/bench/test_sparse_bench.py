@@ -43,6 +43,7 @@ def test_words_are_numbered_by_frequency(tmp_path):
         write_words(str(tmp_path / "text.txt"), 5, tmp_path / "words.npy")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_sampled_softmax_learns_the_chances_of_words(sparse):
     """One context, with words drawn unlike the negatives: the whole softmax then gives their chances."""
@@ -101,6 +102,7 @@ def run(workload, data, stored):
     return run_sparse_bench(config, Ranks(), False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workload", "stored"), [("lstm", "sparse"), ("dlrm", "dense")])
 def test_every_mode_runs(two_ranks, text, workload, stored):
     result = two_ranks.run(run, workload, str(text), stored)[0]
@@ -119,6 +121,7 @@ def test_every_mode_runs(two_ranks, text, workload, stored):
         assert "loopback_bytes_per_step" not in row
 
 
+@pytest.mark.long
 def test_the_command(ranks_at_hand, text, tmp_path, capsys):
     path = tmp_path / "sparse.json"
     sizes = [f"--{name}={value}" for name, value in SIZES.items()]

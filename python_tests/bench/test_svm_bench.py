@@ -41,6 +41,7 @@ def test_a_program_cut_short_says_so():
     assert not found["complete"]
 
 
+@pytest.mark.long
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "svm.json"
     cli.main(["bench", "svm", "--penalties", "l1", "--repeats", "1", "--json", str(path)])

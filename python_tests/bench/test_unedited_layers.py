@@ -89,6 +89,7 @@ def test_layers_of_one_block(two_ranks, tmp_path):
         assert row["max_relative_gradient_error"] < 1e-5
 
 
+@pytest.mark.long
 def test_auto_and_pictures(tmp_path):
     config = config_of(tmp_path, VIT, schedules="auto")
     result = run_ranks(run, (config,), TWO_AS_ONE)
@@ -114,6 +115,7 @@ def replayed(config):
     return bool(torch.equal(mine, seen["out"])), float((again - mine).abs().max())
 
 
+@pytest.mark.long
 def test_what_is_timed_are_the_layers(two_ranks, tmp_path):
     config = config_of(tmp_path, LLAMA)
     for same, silent in two_ranks.run(replayed, config):

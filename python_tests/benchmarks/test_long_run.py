@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from benchmarks import long_run
 
 
@@ -14,6 +16,7 @@ def test_usage_of_this_process_grows_with_what_it_takes(tmp_path):
     assert threads >= 1
 
 
+@pytest.mark.long
 def test_rows_of_a_run(monkeypatch, tmp_path, capsys):
     file = tmp_path / "rows.json"
     monkeypatch.setattr("sys.argv", ["long_run.py", "--steps", "4", "--tp", "2", "--every", "2", "--json", str(file)])

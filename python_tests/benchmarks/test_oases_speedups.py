@@ -38,11 +38,13 @@ def test_bridges_make_less_to_hide():
         assert bridged.simulated < plain.simulated if plain.tp == 4 else bridged.simulated == plain.simulated
 
 
+@pytest.mark.long
 def test_without_its_faults_the_runtime_is_faster():
     for faulty, clean in zip(simulated(), simulated(replace(Assumptions(), published_runtime=False)), strict=True):
         assert clean.simulated > faulty.simulated
 
 
+@pytest.mark.long
 def test_the_report_states_its_assumptions():
     text = report()
     assert "| 12288/4 | no | 8 |" in text

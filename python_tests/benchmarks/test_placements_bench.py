@@ -122,6 +122,7 @@ def test_bad_options_exit_with_2(options, said, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_scripts_write_their_json(tmp_path, capsys, monkeypatch):
     path = tmp_path / "placements.json"
     given = ["--devices", "2", "--generated", "2", "--tokens", "16", "--json", str(path)]

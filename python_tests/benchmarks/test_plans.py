@@ -44,6 +44,7 @@ def steps():
     return [(bench.median(plan, 1), predictor.predict(plan).step_seconds) for plan in plans[:: len(plans) // 6]]
 
 
+@pytest.mark.long
 def test_emulated_steps_take_no_less_than_their_compute(four_ranks):
     for seconds, predicted in four_ranks.run(steps)[0]:
         assert predicted > 0

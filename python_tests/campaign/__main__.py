@@ -3,7 +3,8 @@
     python python_tests/campaign [--faults N] [--minutes N] [--seed N] [--report FILE.md]         (make campaign)
 
 A session is a run that meets several faults and is started again, as a scheduler would, when its launcher has ended.
-Every session is a row of FOLDER/sessions-SEED.jsonl; a campaign that was cut off goes on after its last complete one.
+Every session is a row of FOLDER/sessions-SEED.jsonl; a campaign that was cut off goes on after its last complete one,
+if the sources are the same; results of others are removed.
 Exit code 1 when a session differs from the undisturbed run in a bit of its losses or weights, lost a step beyond its
 last checkpoint, took longer than --most-seconds to the next step, or left a process or a file behind.
 """
@@ -11,9 +12,11 @@ last checkpoint, took longer than --most-seconds to the next step, or left a pro
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +38,7 @@ from oases.terminal import console, progress, table  # noqa: E402
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; return its exit code."""
     options = _parser().parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
+    begin(options.folder)
     corpus = write_corpus(options.folder / "text.txt")
     rows = options.folder / f"sessions-{options.seed}.jsonl"
     sessions = [Session(**row | {"faults": [Fault(**fault) for fault in row["faults"]]}) for row in lines_of(rows)]
@@ -57,6 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         write_report(options.report, sessions, f"python python_tests/campaign {shlex.join(given)}".strip())
     return 1 if any(session.wrong for session in sessions) else 0
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of results, or empty it where they are of other sources: those say nothing of these."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        path for tree in ("oases", "csrc", "python_tests/campaign") for path in (ROOT / tree).rglob("*")
+    ):
+        if path.suffix in (".py", ".cpp", ".h", ".cu"):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    kept = folder / "sources"
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if held and not kept.is_file():
+        raise SystemExit(f"{folder} holds other files than a campaign's; give a new folder")
+    if held and kept.read_text() != digest.hexdigest():
+        console.print(f"{folder} has results of other sources, which are removed", soft_wrap=True)
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept.write_text(digest.hexdigest())
 
 
 def _parser() -> argparse.ArgumentParser:

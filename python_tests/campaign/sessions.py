@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -196,11 +197,12 @@ def differs(run: Run, expected: Expected) -> str:
         return f"the log has {len(losses)} steps, that of the undisturbed run {len(expected.losses)}"
     if exact == STEPS:
         return "" if digest == expected.digest else "the weights differ from those of the undisturbed run"
-    apart = max(abs(got - loss) / abs(loss) for (_, got), (_, loss) in zip(losses, expected.losses, strict=True))
-    if apart > LOSS_TOLERANCE:
+    pairs = zip(losses, expected.losses, strict=True)
+    apart = largest(abs(got - loss) / abs(loss) for (_, got), (_, loss) in pairs)
+    if not apart <= LOSS_TOLERANCE:
         return f"the losses after other degrees are {apart:.1e} apart from those of the undisturbed run"
     apart = weights_apart(run.weights(), expected.weights)
-    if apart > WEIGHT_TOLERANCE:
+    if not apart <= WEIGHT_TOLERANCE:
         return f"the weights after other degrees are {apart:.1e} apart from those of the undisturbed run"
     return ""
 
@@ -210,4 +212,10 @@ def weights_apart(file: Path, other: Path) -> float:
     first, second = load_file(file), load_file(other)
     if first.keys() != second.keys():
         raise RuntimeError(f"the weights of {file} and {other} have other names")
-    return max(float((first[name] - second[name]).abs().max() / second[name].abs().max()) for name in first)
+    return largest(float((first[name] - second[name]).abs().max() / second[name].abs().max()) for name in first)
+
+
+def largest(values: Iterable[float]) -> float:
+    """Largest of some numbers; NaN if one is."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)

@@ -57,6 +57,7 @@ def products(stack, x, autocast):
     return [y, mine.grad, *(each.grad for each in stack.parameters())], len(made), deferred
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])

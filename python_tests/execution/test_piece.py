@@ -68,6 +68,7 @@ def test_what_depends_on_nothing_has_no_gradient():
         piece.backward([drawn(2)])  # its graph is gone
 
 
+@pytest.mark.long
 def test_a_source_keeps_no_memory_and_a_freed_graph_none_either():
     piece = Piece([Leaves([])])
     data = drawn(1000)

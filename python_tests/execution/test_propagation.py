@@ -114,6 +114,7 @@ def check_averager(kind):
     compare(step, trap, told=f"the average of gradients: {kind.__name__}: trapped")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_in_an_overlapped_average(two_ranks, kind):
     two_ranks.run(check_averager, kind)
@@ -169,6 +170,7 @@ def check_model(where):
     compare(stepping(model, loss), trap, 2, told)  # the table's gradient is the last: after it nobody waits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", HOOKS)
 def test_hooks_of_a_models_head_and_table(two_ranks, where):
     two_ranks.run(check_model, where)
@@ -224,5 +226,6 @@ def check_refused():
     assert not isinstance(caught.value, FailedRankError)
 
 
+@pytest.mark.long
 def test_second_derivatives_are_refused_on_each_rank_alone(two_ranks):
     two_ranks.run(check_refused)

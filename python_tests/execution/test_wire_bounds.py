@@ -77,12 +77,14 @@ def check_errors(wire, kinds):
             assert bool((error <= bound_of(everyone, wire)).all()), (kind, n, float(error.max()))
 
 
+@pytest.mark.long
 @pytest.mark.few(4)
 @pytest.mark.parametrize("wire", QUANTISED)
 def test_sums_are_within_the_bounds_of_their_scales_and_equal_on_all_ranks(two_ranks, wire):
     two_ranks.run(check_errors, wire, KINDS)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wire", ["int8", "int4:rotated:stochastic"])
 def test_four_ranks(four_ranks, wire):
@@ -109,6 +111,7 @@ def check_mean(wire, calls):
     assert "unbiased" not in scheduler.exempted()
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("wire", [wire for wire in QUANTISED if "stochastic" in wire])
 def test_the_mean_of_sums_rounded_at_random_is_the_sum(two_ranks, wire):

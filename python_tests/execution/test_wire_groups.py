@@ -11,6 +11,7 @@ import torch.distributed as dist
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
 from oases.execution.wire import add_wire, carries_codes
+from oases.extension import QuantizedBackend, single_process_backend
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.parallel.tunings import lossy_wires
@@ -58,6 +59,40 @@ def check_debugged(name):
 def test_groups_whose_collectives_torch_compares(own_ranks, name):
     """TORCH_DISTRIBUTED_DEBUG=DETAIL asks backends how many collectives they have started."""
     own_ranks.run(check_debugged, name)
+
+
+def check_inference(mode):
+    """Sums of both types and an all-to-all of tensors that autograd, or inference mode, guards on other threads."""
+    group, rank = dist.new_group(backend="gloo"), dist.get_rank()
+    scheduler = scheduler_of(group)
+    add_wire(group, "int8")
+    with mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.full((300,), 1.0 + rank, dtype=dtype, requires_grad=mode is torch.no_grad)
+            scheduler.wait(scheduler.all_reduce(x, "carried", wire="int8"))
+            assert x.tolist() == [3.0] * 300
+            part = torch.full((4,), 1.0 + rank, dtype=dtype)
+            whole = torch.empty(2, 4, dtype=dtype, requires_grad=mode is torch.no_grad)
+            scheduler.wait(scheduler.all_gather(whole, part, "carried", "int8"))
+            assert whole.tolist() == [[1.0] * 4, [2.0] * 4]
+            received = torch.empty(4, dtype=dtype, requires_grad=mode is torch.no_grad)
+            scheduler.wait(scheduler.all_to_all(received, part, [2, 2], [2, 2], "carried", "int8"))
+            assert received.tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_leaves_and_inference_tensors(own_ranks, mode):
+    own_ranks.run(check_inference, mode)
+
+
+@pytest.mark.parametrize("splits", [[], [1, 1], [1, 2, 0]])
+def test_parts_that_do_not_cut_the_tensor_are_refused(splits):
+    """Otherwise the rest of the output would keep what its memory held."""
+    backend = QuantizedBackend(single_process_backend(0, 2), "int8")
+    whole, equal = torch.zeros(3), torch.zeros(4)
+    for output, of_output, given, of_input in ((whole, splits, equal, []), (equal, [], whole, splits)):
+        with pytest.raises(RuntimeError, match=r"does not divide equally|Split sizes|Number of tensor splits"):
+            backend.alltoall_base(output, given, of_output, of_input)
 
 
 def test_a_group_without_a_named_backend(script_ranks, tmp_path):
@@ -109,6 +144,7 @@ def serve(rank, port, how, backend, connection):
     os._exit(0)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "backend"), [("dies", "gloo"), ("dies", "staged"), ("stalls", "gloo"), ("stalls", "staged")]

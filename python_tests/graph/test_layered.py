@@ -64,6 +64,7 @@ def all_kinds(found):
     return [kind for layer in found.layer_order for kind in found.layer_kinds[layer]]
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_flops_are_those_of_the_model(name):
@@ -82,6 +83,7 @@ def test_parameters_and_flops_are_those_of_the_model(name):
     assert found.step_flops(1) == 3 * (graph.flops + experts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_kinds_blocks_and_degrees(name):
     _, _, order, blocks, degree = MODELS[name]
@@ -91,6 +93,7 @@ def test_kinds_blocks_and_degrees(name):
     assert not found.fits_degree(2 * degree)
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_kind_is_traced_once_and_tells_all(name):
@@ -167,6 +170,7 @@ def test_a_plan_of_it_is_data(name):
     assert layers == list(range(model(name).layers))
 
 
+@pytest.mark.long
 def test_graphs_models_and_configurations_are_planned_alike(tmp_path):
     config = built("llama").config
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
@@ -195,6 +199,7 @@ def test_training_a_gpt_by_it_is_refused():
         config_for(plan, {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("made", "said"),
     [

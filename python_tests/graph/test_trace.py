@@ -114,6 +114,7 @@ def test_layers_are_alike_and_named(name):
     assert all(node.name in graph.trained for node in graph.nodes if node.name in graph.outputs)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 def test_a_real_model_gives_the_same_products_and_is_left_alone(name):
     model = built(name, "cpu")
@@ -130,6 +131,7 @@ def test_a_real_model_gives_the_same_products_and_is_left_alone(name):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "tied"), [("gpt2", True), ("llama", False)])
 def test_tied_tensors_share_an_identity(name, tied):
     graph = trace(_on("meta", *models()[name]), sequence=8)
@@ -236,6 +238,7 @@ def test_other_products_are_counted():
     assert trace(model, inputs=((x,), {})).flops == counter.get_total_flops() > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "counts"), [(7, (2,)), pytest.param(80, (2, 4, 8), marks=pytest.mark.slow)])
 def test_a_llama_of_70b_is_traced_without_memory_for_its_weights(layers, counts):
     """One of its layers alone has 3.4 GB of weights."""

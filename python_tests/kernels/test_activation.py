@@ -109,6 +109,7 @@ def test_mistakes(function, arguments, message):
         function(*arguments)
 
 
+@pytest.mark.long
 def test_opcheck(device):
     x, bias = drawn(4, 8, device=device), drawn(8, device=device)
     for b in (bias, None):

@@ -237,6 +237,7 @@ def test_a_dtype_that_has_no_kernel():
         bias_dropout_residual_norm(x, x, weight=x[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_opcheck(device, kind):
     y, x, bias, weight, norm_bias = drawn((4, 8), device, torch.float32)

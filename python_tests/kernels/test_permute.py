@@ -173,6 +173,7 @@ def test_a_source_that_is_no_permutation(device, bad):
         assert unpermute(rows, source, None, 2).isnan().any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weighted", [False, True])
 def test_opcheck(device, weighted):
     ids = routing(6, 2, 3, device)

@@ -128,6 +128,7 @@ def test_ddp_averages_as_blocks_are_done(two_ranks):
     two_ranks.run(check_ddp)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_give_the_same(recompute):
     stack = ExpertStack(made(placement="none"), schedule="plain", recompute=recompute)

@@ -81,6 +81,7 @@ def check_stages(name, placement, recompute):
     return total, found
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "placement", "recompute"),

@@ -149,6 +149,7 @@ def check_one_expert(tokens):
     assert layer.last.balance_degree < layer.last.balance_degree_at_home
 
 
+@pytest.mark.long
 def test_all_tokens_to_one_expert(two_ranks, four_ranks):
     two_ranks.run(check_one_expert, [12, 8])
     four_ranks.run(check_one_expert, [12, 8, 8, 8])

@@ -51,6 +51,7 @@ def micro_batches(layer, run, tokens, together):
     return found, moved
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("together", [True, False])

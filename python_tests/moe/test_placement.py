@@ -185,6 +185,7 @@ def test_near_the_optimum(costs, seed):
     assert (1 - 2e-3) * best.predicted_seconds <= found <= 1.03 * best.predicted_seconds
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",

@@ -207,7 +207,7 @@ COMPILED = (
         "csrc/nodes_backend.cpp",
         "      if (piece.exchange) piece.own[here].copy_(piece.mine);\n",
         "",
-        ("test_staged.py",),
+        ("test_staged_nodes.py",),
         "A sum over more than two nodes lacks the part that this node's ranks have added.",
     ),
     Mutation(
@@ -253,8 +253,8 @@ COMPILED = (
     Mutation(
         "staged_memory_is_let_go_early",
         "csrc/staged_streams.cpp",
-        "  for (at::Tensor tensor : used) tensor.record_stream(in_);\n",
-        "",
+        "    if (tensor.device() == device_) tensor.record_stream(in_);",
+        "    ;",
         ("virtual_device/test_virtual_staged.py",),
         "Memory of a tensor that a collective of a device still reads is handed out again.",
     ),

@@ -110,6 +110,7 @@ class Wide(nn.Module):
         return x + y
 
 
+@pytest.mark.long
 def test_compiled_blocks_get_all_tokens():
     """A compiled block cannot read what other sub-batches have kept."""
     blocks = [TwoAttentions(), Wide(), TwoAttentions()]

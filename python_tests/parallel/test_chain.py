@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -98,6 +99,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.long
 def test_chains_equal_one_stack(four_ranks):
     for segments in CHAINS:
         four_ranks.run(check_chain, segments, 0.0)

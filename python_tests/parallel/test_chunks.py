@@ -168,6 +168,7 @@ def check_not_measured(path):
         assert len(timer.turns) == turns
 
 
+@pytest.mark.long
 def test_what_cannot_be_measured_goes_by_size(two_ranks, tmp_path):
     two_ranks.run(check_not_measured, tmp_path / "s.json")
 

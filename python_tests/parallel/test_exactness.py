@@ -1,7 +1,7 @@
 """The exactness matrix: every schedule, split, layout and degree gives the gradients of the unsplit model.
 
-Of the whole matrix (`make test-slow`), `make test` runs every schedule with a part of the layouts, on two ranks with
-each of them either with recomputation or without.
+Of the whole matrix (`make test-slow`), `make test-all` runs every schedule with a part of the layouts, on two ranks
+with each of them either with recomputation or without.
 
 The reference is one process and plain autograd, without a stack: blocks called one after another on the whole batch,
 with dropout on. It shares with the stack only where random numbers come from.

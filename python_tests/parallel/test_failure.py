@@ -260,6 +260,7 @@ def check_foreign():
         stack(x)
 
 
+@pytest.mark.long
 def test_the_group_is_aborted_where_another_collective_is_under_way():
     with RankPool(2) as ranks:
         ranks.run(check_foreign)
@@ -319,6 +320,7 @@ def check_end(path):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_the_thread_ends_with_its_group(tmp_path):
     with RankPool(2) as ranks:
         ranks.run(check_end, str(tmp_path / "store"))

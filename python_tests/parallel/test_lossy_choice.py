@@ -100,6 +100,7 @@ def measured(schedule, expected):
     return tuning.chosen, stack.choices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "labels"),
     [

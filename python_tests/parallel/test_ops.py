@@ -20,6 +20,7 @@ def check_opcheck():
                 torch.library.opcheck(op, (x, weight, b, name, 2, sequence_parallel))
 
 
+@pytest.mark.long
 def test_opcheck(two_ranks):
     two_ranks.run(check_opcheck)
 

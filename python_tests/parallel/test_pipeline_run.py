@@ -115,6 +115,7 @@ COVER = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "micro_batches", "tp", "schedule", "recompute"), COVER)
 def test_stages_equal_one_process(four_ranks, name, micro_batches, tp, schedule, recompute):
@@ -293,6 +294,7 @@ def test_who_asks_hears_which_message_a_rank_waits_for(two_ranks):
     ]
 
 
+@pytest.mark.long
 def test_a_stage_that_hears_nothing_names_what_it_waits_for(two_ranks):
     assert two_ranks.run(check_silence)[1].startswith("receive F 1.0 on stage 1, from stage 0 (rank 0): ")
 

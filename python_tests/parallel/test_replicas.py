@@ -1,6 +1,7 @@
 """Modules that average their gradients over replicas by themselves, against one process with the whole batch."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -91,6 +92,28 @@ def check_refusals():
     average_replicas(other, mesh()["tp"])  # no dimension for data: as it was
     assert replicas_of(other) is None
     DistributedDataParallel(other)
+
+
+def check_a_head():
+    """A backbone that averages in a classifier that does not: the first step says so."""
+    backbone, _ = made()
+    average_replicas(backbone, mesh())
+    model = nn.Sequential(backbone, nn.Linear(4, 2).double())
+    backbone(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.optim.SGD(backbone.parameters(), lr=0.1).step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.step()
+    return [str(each.message) for each in found]
+
+
+def test_parameters_around_a_model_that_averages_are_told_of(two_ranks):
+    for found in two_ranks.run(check_a_head):
+        (text,) = found
+        assert "updates 2 parameters, such as one of shape [2, 4]" in text
+        assert "not averaged" in text
 
 
 def test_gradients_are_those_of_the_whole_batch(two_ranks):

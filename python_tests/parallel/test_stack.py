@@ -51,6 +51,7 @@ def test_blocks_of_other_kinds(two_ranks, kind, schedule):
     two_ranks.run(check_exact, 3, schedule, 2, 4, "full", kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_four_ranks(four_ranks, recompute):
     for schedule in sorted(GENERATORS):

@@ -45,6 +45,7 @@ def quantised() -> tuple[str, list[float]]:
     return dist.get_backend(), found
 
 
+@pytest.mark.long
 def test_sums_in_fewer_bits_go_over_it(staged_ranks):
     first, second = staged_ranks.run(quantised)
     assert first == second
@@ -75,6 +76,7 @@ def profiled() -> Hardware:
     return run_profile(ProfileConfig(64, 1, 2, 16, 1, iterations=1), Surroundings("over staged"), False)
 
 
+@pytest.mark.long
 def test_its_links_are_measured(staged_ranks):
     first, second = staged_ranks.run(profiled)
     assert first == second

@@ -127,6 +127,7 @@ def test_a_search_tries_the_pipelines_that_can_win():
     assert found == {(1, "one_f_one_b"), *two, *((4, name) for name in BEST_PIPELINES)}
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("share", [1.0, 0.8])
 def test_the_chosen_pipeline_is_the_best_of_all(share):

@@ -165,6 +165,7 @@ def test_what_is_chosen_from_counts_something(name):
         Space(**{name: (1, 0)})
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_what_a_refusal_promises_is_enough(batch):
@@ -201,6 +202,7 @@ def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
     assert rank_plans(model, cluster, world, 16, budget=7 * GIB, space=space) == found
 
 
+@pytest.mark.long
 def test_a_device_that_its_runtime_fills_has_no_plan():
     link = LinkModel(1e-4, 1e8)
     hardware = Hardware("small", Device("small", 1 << 30, {"float32": 1e10}, 1e10), 2, link, link)

@@ -67,6 +67,7 @@ def predicted(recompute):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_are_those_that_the_allocator_sees(two_ranks, recompute):

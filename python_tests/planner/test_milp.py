@@ -62,6 +62,7 @@ def test_random_chains_against_every_choice():
     assert methods == {"infeasible", "shortest path", "dual bound", "labels"}
 
 
+@pytest.mark.long
 def test_random_chains_by_the_flow_program():
     assert "milp" in {check(random_chain(seed), max_labels=0) for seed in range(200)}
 

@@ -163,6 +163,7 @@ def test_memory_is_evened_out_and_the_step_is_faster():
     assert saved <= (32 + 3) * (all_again - none)
 
 
+@pytest.mark.long
 def test_memory_is_evened_out_where_micro_batches_are_recomputed_early():
     """The last stage keeps all and has, as it is faster by that, more layers; the first holds a whole micro-batch."""
     predictor = Predictor(HARDWARE, stack_only=True)

@@ -30,6 +30,7 @@ def problem(**changes):
     return Problem(**({"model": MODEL, "hardware": hardware, "world": world, "global_batch": 16} | changes))
 
 
+@pytest.mark.long
 def test_every_panel_has_every_series():
     told = []
     panels = sweep(problem(space=SMALL), lambda done, total: told.append((done, total)))

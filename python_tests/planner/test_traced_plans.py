@@ -166,6 +166,7 @@ def many_experts():
         return trace_layers(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes)), sequence=64)
 
 
+@pytest.mark.long
 def test_experts_over_more_ranks_take_less_memory_and_all_to_alls():
     summed, spread = experts_over(0, 2), experts_over(8, 2)
     shape = many_experts()

@@ -70,6 +70,7 @@ def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batc
     assert simulate(pipeline, {"F": 1.0, "R": 1.0, "B": 2.0}).total_seconds > 0  # and nobody waits forever
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stages", [3, 4, 5, 8, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 7, *range(9, 17)))]
 )

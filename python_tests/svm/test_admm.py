@@ -42,6 +42,7 @@ def test_moments_of_sparse_are_those_of_dense(intercept):
     assert np.allclose(dense.columns([2, 5]), other.columns([2, 5]))
 
 
+@pytest.mark.long
 def test_it_comes_to_the_optimum_of_l1():
     x, y = breast_cancer()
     model = NonconvexSVC("l1", lam=2**-6, polish=False, max_iter=20_000, tol=1e-5).fit(x, y)

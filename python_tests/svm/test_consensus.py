@@ -23,6 +23,7 @@ def answer(part, x, y, name):
     return {key: value for key, value in vars(model).items() if key != "process_group"}
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["l1", "scad", "mcp"])
 @pytest.mark.parametrize("shape", [(90, 30), (60, 260)])
@@ -59,6 +60,7 @@ def accuracies(x, y):
     return cross_val_score(model, x[rows], y[rows], cv=3)
 
 
+@pytest.mark.long
 def test_a_group_goes_with_a_clone(two_ranks):
     x, y = drawn(120, 6, noise=0.2)
     assert np.min(two_ranks.run(accuracies, x, y)) > 0.6

@@ -115,6 +115,7 @@ def test_options_of_adapters_that_train_nothing(llama, changes, message):
         config_of(**{"model": llama, **changes})
 
 
+@pytest.mark.long
 def test_adapters_of_other_modules_and_without_weights(llama, tmp_path, corpus):
     config = config_of(llama, lora_targets="nope, query", data=corpus, degrees=Degrees(1, 1, 1))
     with pytest.raises(UsageError, match=r"--lora-targets .*not found in the base model.* or all-linear"):

@@ -235,6 +235,7 @@ def test_the_newest_are_kept(corpus, tmp_path):
     assert result["checkpoints"]["write_seconds"] > 0
 
 
+@pytest.mark.long
 def test_a_folder_with_later_steps_is_refused(corpus, saved, tmp_path):
     with pytest.raises(UsageError, match=r"holds step-000004, which is later than the step 0 .* --resume auto"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved)))
@@ -388,13 +389,5 @@ def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
 
 def test_one_process_for_all_ranks_saves_nothing(capsys, tmp_path):
     with pytest.raises(SystemExit):
-        main(
-            [
-                "train",
-                "--backend",
-                "sim:alpha=1us,bandwidth=1gbit,single_process",
-                "--checkpoint",
-                str(tmp_path / "c"),
-            ]
-        )
+        main(["train", "--backend", "sim:alpha=1us,bandwidth=1gbit,single_process", "--checkpoint", f"{tmp_path}/c"])
     assert "checkpoints need all ranks" in capsys.readouterr().err

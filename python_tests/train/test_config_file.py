@@ -177,6 +177,7 @@ def example():
     return re.search(r"```yaml\n(.*?)```", page, re.DOTALL).group(1)
 
 
+@pytest.mark.long
 def test_the_example_of_the_docs_trains(ranks_at_hand, monkeypatch, tmp_path):
     text = file_of(tmp_path, "".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)), "text.txt")
     out = tmp_path / "out.json"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from oases.errors import UsageError
+from oases.train.checkpoint.metadata import Metadata
 from oases.train.data import TextCorpus
 
 
@@ -103,3 +104,10 @@ def test_too_little_text_for_a_window(tmp_path):
     write(tmp_path, a=b"short")
     with pytest.raises(UsageError, match=r"has 5 bytes, too few for a train window of 17"):
         TextCorpus(tmp_path).batch(split="train", step=0, batch=1, sequence=16, seed=0)
+
+
+def test_data_of_another_kind_are_told():
+    record = Metadata(step=1, updates=1, sizes={}, data={"seed": 0, "tokens": 9, "tokenizer": "t", "next_step": 1})
+    assert record.data_differences({"seed": 0, "tokens": 9, "tokenizer": "t"}) == ""
+    found = record.data_differences({"seed": 0, "bytes": 5})
+    assert found == "bytes none there and 5 here, tokens 9 there and none here, tokenizer t there and none here"

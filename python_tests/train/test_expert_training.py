@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
-from oases.moe.traces import replay
+from oases.moe.traces import Recorder, replay
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.train.checkpoint.files import export
 from oases.train.config import config_for
+from oases.train.load_balance import LoadBalance
 from oases.train.model_options import Degrees
 from oases.train.plan import Run, num_ranks, plan_from_degrees, resolve_degrees
 
@@ -60,6 +62,7 @@ def test_two_ranks_train_like_one(two_ranks, corpus, alone, placement):
         assert results[0]["balance"]["copies"] == results[0]["balance"]["saved_seconds"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes",
@@ -81,6 +84,7 @@ def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
     same(four_ranks.run(trained_with, corpus, changes), alone)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "changes"),
@@ -107,6 +111,7 @@ def test_micro_batches_and_their_losses_add_up(corpus):
     same([trained(corpus, micro_batches=4, **weights)], trained(corpus, **weights))
 
 
+@pytest.mark.long
 def test_bfloat16_trains(two_ranks, corpus, alone):
     for result in two_ranks.run(trained_with, corpus, {"precision": "bfloat16", "placement": "prophet"}):
         assert result["losses"] == pytest.approx(alone["losses"], rel=0.05)
@@ -124,6 +129,7 @@ def trained_by_a_plan(corpus, text, folder):
     return curves
 
 
+@pytest.mark.long
 def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus, alone, tmp_path):
     asked = dataclasses.replace(EXPERTS, degrees={"pipeline": 2, "tensor": 1}, micro_batches=2, placement="none")
     text = Run.of(asked, 2).plan.to_json()
@@ -172,6 +178,7 @@ def half(corpus, path):
     return bias, losses
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_goes_on_with_any(two_ranks, four_ranks, corpus, tmp_path):
     path = str(tmp_path / "checkpoint")
     (bias, losses), (other, _) = two_ranks.run(half, corpus, path)
@@ -212,6 +219,7 @@ def recorded(corpus, folder):
     return result, again
 
 
+@pytest.mark.long
 def test_recorded_loads_are_those_that_were(two_ranks, corpus, tmp_path):
     (result, _), _ = two_ranks.run(recorded, corpus, str(tmp_path))
     rows = list(replay(tmp_path / "trace"))
@@ -243,6 +251,12 @@ def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
     config = dataclasses.replace(config, resume="auto", steps=4)
     Trainer(config).train()
     assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2, 3, 3]
+    whole = (tmp_path / "trace").read_bytes()
+    with mock.patch.object(Recorder, "write", side_effect=InterruptedError), pytest.raises(InterruptedError):
+        LoadBalance(None, 1, options["record_loads"], 2)
+    assert (tmp_path / "trace").read_bytes() == whole, (
+        "a process that is killed while it cuts the trace loses nothing"
+    )
     with pytest.raises(UsageError, match="holds the loads of another run"):
         Run.of(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1).corpus()
 

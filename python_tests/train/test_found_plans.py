@@ -18,6 +18,7 @@ HARDWARE = Hardware("slow links", Device("d", 8 << 30, {"float32": 1e8}, 1e8), 4
 SIZES = {name: getattr(DEEP, name) for name in ("hidden", "layers", "heads", "sequence", "vocabulary")}
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", BEST_PIPELINES)
 def test_what_is_planned_trains_like_one_process(four_ranks, corpus, deep_plain_run, name, tmp_path):
@@ -32,6 +33,7 @@ def test_what_is_planned_trains_like_one_process(four_ranks, corpus, deep_plain_
     four_ranks.run(check_plan, path.read_text(), corpus, deep_plain_run)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_every_plan_of_a_search_can_be_executed(share):

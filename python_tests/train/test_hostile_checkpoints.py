@@ -221,6 +221,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_it_is_refused_and_skipped(corpus, newest, tmp_path, capsys, name):

@@ -1,12 +1,13 @@
 """Learning-rate schedules against torch's own and plain formulas, step by step."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from oases import TrainConfig
+from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 
@@ -81,3 +82,14 @@ def test_every_schedule_is_finite_at_the_edges():
         TrainConfig(learning_rate_schedule="cosinus")
     with pytest.raises(UsageError, match="learning_rate_floor must be at most 1, got 2"):
         TrainConfig(learning_rate_floor=2)
+
+
+def test_another_learning_rate_at_resumption_is_told(corpus, tmp_path):
+    config = TrainConfig(data=str(corpus), hidden=16, layers=1, heads=2, sequence=8, batch=2, steps=4, warmup=0)
+    trainer = Trainer(config)
+    trainer.step()
+    trainer.save(str(tmp_path / "c"))
+    with pytest.warns(
+        UserWarning, match=r"its next step had the learning rate \S+, this run's has .* of the saved run"
+    ):
+        Trainer(dataclasses.replace(config, resume=str(tmp_path / "c"), steps=50))

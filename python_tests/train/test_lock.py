@@ -85,6 +85,7 @@ def test_another_run_is_named_until_it_ends(tmp_path, other, monkeypatch, kind):
     assert not (tmp_path / LOCK).exists()
 
 
+@pytest.mark.long
 def test_runs_of_one_process_hold_together(tmp_path, other):
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.release()
@@ -97,6 +98,7 @@ def test_runs_of_one_process_hold_together(tmp_path, other):
     other()
 
 
+@pytest.mark.long
 def test_a_dying_run_is_waited_for(tmp_path, other, monkeypatch):
     monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 60)
     process = other()
@@ -104,6 +106,7 @@ def test_a_dying_run_is_waited_for(tmp_path, other, monkeypatch):
     FolderLock(tmp_path).release()
 
 
+@pytest.mark.long
 def test_a_lease_that_is_not_renewed_lapses(tmp_path, monkeypatch):
     without_locks(monkeypatch)
     file = tmp_path / LOCK
@@ -141,6 +144,7 @@ def test_a_folder_that_was_lost_is_written_no_more(tmp_path, monkeypatch, kind):
     assert (tmp_path / LOCK).exists()  # the other's
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"process": 1}', '{"host": 1, "process": "x", "since": "y"}'])
 def test_a_lock_file_may_hold_anything(tmp_path, monkeypatch, content):

@@ -130,6 +130,7 @@ def losses_unmeasured(corpus, text):
     return unmeasured, one_looks[1]["losses"], nobody_looks[1]["losses"], len(one_looks[0])
 
 
+@pytest.mark.long
 def test_measuring_changes_no_bit(four_ranks, corpus):
     for rank, (unmeasured, one_looks, nobody_looks, told) in enumerate(
         four_ranks.run(losses_unmeasured, corpus, stages(2, 2).to_json())

@@ -140,6 +140,7 @@ def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
         assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.long
 def test_packed_examples_have_losses_of_their_own(llama, tuning):
     """The loss of a packed batch is the mean over its responses, each computed alone."""
     trainer = Trainer(config_of(llama, data=tuning, degrees=Degrees(1, 1, 1)))
@@ -256,6 +257,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_told(llama, tmp_path
         config_of(llama)
 
 
+@pytest.mark.long
 def test_degrees_make_a_plan_of_the_traced_layers(llama):
     run = Run.of(config_of(llama, degrees=Degrees(1, 2, 2), recompute="full"), 4)
     assert run.plan.model.name == "LlamaForCausalLM"

@@ -46,6 +46,7 @@ def check_equal(text, data, expected, compiled):
 SLOW = {("sequence", "compile"), ("data", "compile"), ("recompute", "compile")}
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kinds",
@@ -65,6 +66,7 @@ def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, plain_run
     assert set().union(*(names for names, _ in found)) == set(plain_run[2])
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("pipeline", ["pre_recompute", "interleaved", "zb_h1", "zb_v"])
 def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_plain_run, pipeline):
@@ -75,6 +77,7 @@ def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_plain_run, pipeline):
 DEGREES = plan_of(4, (1, 2), (2, 1), (1, 4, "oases", 2, 1), fsdp=True, micro_batches=2)
 
 
+@pytest.mark.long
 def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, plain_run):
     four_ranks.run(check_equal, DEGREES.to_json(), corpus, plain_run, "none")
 

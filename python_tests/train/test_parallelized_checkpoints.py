@@ -129,6 +129,7 @@ def save_whole(name, folder, options):
     return full
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_model_in_stages_is_saved_for_transformers(four_ranks, tmp_path, name):
     """T5's table is on both stages."""

@@ -25,6 +25,7 @@ def test_two_ranks_train_like_one(two_ranks, corpus, plain_run, name):
     two_ranks.run(check_plan, PLANS[2][name].to_json(), corpus, plain_run)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS[4])
 def test_four_ranks_train_like_one(four_ranks, corpus, plain_run, name):
@@ -85,6 +86,7 @@ def optimizer_numbers(text, corpus):
     )
 
 
+@pytest.mark.long
 def test_zero_keeps_a_share_of_the_state(four_ranks, corpus):
     plan = plan_of(4, (4, 1), zero=True)
     shares = four_ranks.run(optimizer_numbers, plan.to_json(), corpus)
@@ -92,6 +94,7 @@ def test_zero_keeps_a_share_of_the_state(four_ranks, corpus):
     assert max(mine for mine, _ in shares) < shares[0][1] / 2
 
 
+@pytest.mark.long
 def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, plain_run, tmp_path, capsys):
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(PLANS[4]["1 -> 4 -> 2"].to_json())

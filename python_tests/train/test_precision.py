@@ -109,6 +109,7 @@ def go_on(corpus, changes, path):
     return losses[-1]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dp 2 zero", "dp 2 fsdp", "pp 2"])
 def test_a_run_goes_on_equal_to_the_bit(two_ranks, corpus, tmp_path, name):
@@ -159,6 +160,7 @@ def run_found(text, corpus, folder):
     return curves
 
 
+@pytest.mark.long
 def test_a_plan_in_bfloat16_is_found_run_and_resumed(two_ranks, corpus, tmp_path):
     plan = found_plan()
     assert plan.prediction is not None

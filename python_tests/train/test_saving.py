@@ -14,6 +14,7 @@ from torch import nn
 
 import oases
 from oases.errors import UsageError
+from oases.train.checkpoint import integrity
 from oases.train.checkpoint.lock import LOCK
 
 # --- optimizers ---
@@ -66,6 +67,28 @@ def test_numbers_stay_numbers(tmp_path):
     oases.load_checkpoint(tmp_path, model, optimizer)
     assert [each["count"] for each in optimizer.state.values()] == [1, 1]
     assert type(optimizer.state[model.weight]["count"]) is int
+
+
+def test_values_are_those_of_the_call_and_may_be_infinite(tmp_path):
+    """ReduceLROnPlateau keeps an infinity; a loop goes on to change what it gave to a save in the background."""
+    gate, save = threading.Event(), dcp.save
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    def held_up(*arguments, **options):
+        assert gate.wait(60)
+        return save(*arguments, **options)
+
+    extra = {"plateau": plateau.state_dict(), "losses": [3.0]}
+    with mock.patch.object(dcp, "save", held_up):
+        saved = oases.save_checkpoint(tmp_path, model, optimizer, step=1, extra=extra, asynchronous=True)
+        extra["losses"].append(2.0)
+        gate.set()
+        saved.finish()
+    found = oases.load_checkpoint(tmp_path, model, optimizer).extra
+    assert found == {"plateau": plateau.state_dict(), "losses": [3.0]}
+    assert found["plateau"]["mode_worse"] == float("inf")
 
 
 # --- refusals ---
@@ -158,6 +181,19 @@ def test_what_does_not_fit_is_refused_on_all_ranks(two_ranks, tmp_path):
     two_ranks.run(check_refusals, str(tmp_path / "run"))
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    large = {"numbers": list(range(1_200_000))}
+    refused(
+        "extra is not JSON: it has more values than fit", oases.save_checkpoint, tmp_path, model, step=1, extra=large
+    )
+    monkeypatch.setattr(integrity, "_MOST_INDEX_BYTES", 100)
+    refused(r"\.metadata has \d+ bytes, and at most 100 are read", oases.save_checkpoint, tmp_path, model, step=1)
+    monkeypatch.undo()
+    assert not [path.name for path in tmp_path.iterdir() if path.name != LOCK]
+    assert oases.save_checkpoint(tmp_path, model, step=1).path.is_dir()
+
+
 def test_hidden_state_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     hiding = mock.Mock(spec=torch.optim.SGD, consolidate_state_dict=None)
@@ -206,6 +242,8 @@ def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path):
         refused("step-000001' could not be written: rank 0: .*No space left", saved.finish)
         oases.save_checkpoint(tmp_path, model, step=2, asynchronous=True)
         refused("step-000002' could not be written", oases.save_checkpoint, tmp_path, model, step=3)
+    with mock.patch.object(dcp, "save", side_effect=MemoryError("no pages")):  # other ranks hear of any error
+        refused("rank 0: MemoryError: no pages", oases.save_checkpoint, tmp_path, model, step=3)
     assert oases.save_checkpoint(tmp_path, model, step=3).path.is_dir()
     with torch.no_grad():
         model.weight.zero_()

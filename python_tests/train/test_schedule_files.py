@@ -36,6 +36,7 @@ def curve(config):
     return losses, validation
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_from_a_file_trains_as_the_generator_s(two_ranks, corpus, tmp_path, name):

@@ -58,6 +58,7 @@ COVER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", COVER)
 def test_stages_train_like_one_process(four_ranks, corpus, deep_plain_run, name):
@@ -108,6 +109,7 @@ def test_eight_ranks_train_like_one_process(corpus, deep_plain_run):
         eight_ranks.run(check_plan, deep.to_json(), corpus, deep_plain_run)
 
 
+@pytest.mark.long
 def test_the_command_line_executes_stages(ranks_at_hand, corpus, deep_plain_run, tmp_path):
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(COVER["shifted 2 tp 2"].to_json())

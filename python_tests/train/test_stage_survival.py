@@ -171,6 +171,7 @@ def with_a_bad_loss(text, data, policy):
     return said, trainer.updates, trainer.step_check.skipped, len(losses), finite
 
 
+@pytest.mark.long
 def test_a_bad_loss_of_the_last_stage_is_dealt_with_by_all(four_ranks, corpus):
     stopped = four_ranks.run(with_a_bad_loss, TP, corpus, "stop")
     assert all(one == stopped[0] for one in stopped)

@@ -27,7 +27,7 @@ CONFIG = TrainConfig(
 SHAPES = {
     "tp 2": {"degrees": {"tensor": 2}},
     "dp 2": {"degrees": {"data": 2, "tensor": 1}},
-    "dp 2, ZeRO-1, bfloat16": {"degrees": {"data": 2, "tensor": 1}, "zero": True, "precision": "bfloat16"},
+    "dp 2, ZeRO-2, bfloat16": {"degrees": {"data": 2, "tensor": 1}, "zero": True, "precision": "bfloat16"},
     "dp 2, FSDP": {"degrees": {"data": 2, "tensor": 1}, "fsdp": True},
     "pp 2": {"degrees": {"pipeline": 2, "tensor": 1}, "micro_batches": 2},
     "experts": {"degrees": {"data": 2, "tensor": 1}, "experts": 4, "expert_hidden": 16, "placement": "none",
@@ -107,6 +107,7 @@ def test_a_rank_gets_the_state_from_another(two_ranks, corpus, tmp_path, shape, 
         assert losses == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["tp 2", "dp 2, FSDP"])
 def test_a_shard_that_no_rank_has_is_not_restored(two_ranks, corpus, tmp_path, shape):
     assert [found[1] for found in two_ranks.run(restored, corpus, str(tmp_path), shape, "replica")] == [0, 0]
@@ -130,6 +131,32 @@ def test_a_copy_that_was_cut_off_leaves_the_one_before(corpus, tmp_path, monkeyp
         again = trainer_of(corpus, str(tmp_path))
         assert again.steps_done == 2
         assert all(torch.equal(part, expected[name]) for name, part in bits_of(again).items())
+
+
+def resumed_twice(corpus, folder, options):
+    """Losses of a run, and those of one that goes on from a checkpoint, then from memory of later steps."""
+    steps = dataclasses.replace(CONFIG, data=str(corpus), checkpoint=folder, memory_every=1, keep=0, **options)
+    with memory():
+        trainer = Trainer(steps)
+        losses = trainer.train()["losses"]
+        trainer.close()
+    with memory():
+        first = Trainer(dataclasses.replace(steps, resume=f"{folder}/step-000002", checkpoint=f"{folder}-again"))
+        steps_of(first, 2)
+        first.close()
+        second = Trainer(dataclasses.replace(steps, checkpoint=f"{folder}-again", resume="auto"))
+        assert second.resumed_from_memory
+        assert second.steps_done == 4
+        again = [second.step() for _ in range(2)]
+        second.close()
+    return losses[4:], again
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": True}], ids=str)
+def test_memory_of_a_run_that_was_resumed_from_a_checkpoint(two_ranks, corpus, tmp_path, options):
+    changes = {"degrees": {"data": 2, "tensor": 1}, "checkpoint_every": 2, **options}
+    for losses, again in two_ranks.run(resumed_twice, corpus, str(tmp_path / "run"), changes):
+        assert losses == again
 
 
 def test_the_later_of_memory_and_checkpoint(corpus, tmp_path):

@@ -143,6 +143,7 @@ def test_restarts_are_counted(capsys):
 # --- told to end ---
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_run_goes_on(two_ranks, corpus, unbroken, tmp_path):
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
     words = kills.arguments(corpus, tp=2, steps=STEPS, checkpoint=folder, resume="auto", step_log=log, max_restarts=2)
@@ -178,6 +179,7 @@ def told_to_end(corpus, folder, victim):
     return trainer.steps_done, ended.value.message
 
 
+@pytest.mark.long
 def test_all_ranks_end_when_one_is_told_to(two_ranks, corpus, alone, tmp_path):
     folder = tmp_path / "checkpoints"
     message = f"ended by SIGTERM after step 3, which is saved in {str(folder)!r}"

@@ -45,6 +45,7 @@ def test_two_ranks_train_like_one(two_ranks, corpus, alone, schedule):
         assert collectives > 0
 
 
+@pytest.mark.long
 def test_four_ranks_train_like_one(four_ranks, corpus, alone):
     for curve, validation, _ in four_ranks.run(losses_of, corpus, "oases"):
         assert curve == pytest.approx(alone[0], rel=1e-4)
@@ -88,6 +89,7 @@ def auto_resumed(data, path):
     return chosen(trainer), chosen(resumed), tuning.chosen, sum(map(len, tuning.times.values()))
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_the_choice_of_auto(two_ranks, corpus, tmp_path):
     for before, after, label, measured in two_ranks.run(auto_resumed, corpus, str(tmp_path / "auto")):
         assert before == after
@@ -174,6 +176,7 @@ def resume(data, path):
     return losses(CONFIG, data=data, resume=path)
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_at_any_degree(two_ranks, four_ranks, corpus, alone, tmp_path):
     path = str(tmp_path / "checkpoint")
     two_ranks.run(train_and_save, corpus, path)

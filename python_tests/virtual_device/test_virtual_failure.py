@@ -23,6 +23,7 @@ def raises(h):
     raise RuntimeError("out of luck")
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("block", range(2 * LAYERS))

@@ -52,6 +52,7 @@ def tokens_of(rank, number=12):
     return torch.randn(number, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["layer", "copies", "stack"])
 def test_experts_are_those_of_the_cpu(two_virtual, kind):
     two_virtual.run(compare_experts, kind)

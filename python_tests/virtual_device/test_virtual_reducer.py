@@ -1,6 +1,7 @@
 """Reducers of sparse gradients on the virtual device, on the calling thread and on DDP's hook's own."""
 
 import device
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +12,7 @@ import oases
 ROWS, WIDTH = 2048, 4
 
 
+@pytest.mark.long
 def test_the_hook_averages_as_ddp_does(two_virtual):
     for hooked, plain in two_virtual.run(averages_by_the_hook):
         for a, b in zip(hooked, plain, strict=True):

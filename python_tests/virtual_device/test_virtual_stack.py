@@ -70,6 +70,7 @@ def leaves_waits_out():
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 def test_statistics_are_true(two_virtual):
     for schedule in ("sync", "oases"):
         for op_seconds, link_seconds in ((0.01, 0.5), (0.01, 0.05), (0.5, 0.5)):
@@ -247,6 +248,7 @@ def group_of_a_meter():
     return where.type
 
 
+@pytest.mark.long
 def test_events_and_memory_do_not_grow(two_virtual):
     for few, many, per_step in two_virtual.run(counts_after_steps, 2, 20):
         assert many["events"] - few["events"] <= 4 * per_step, "those of one step may not have been read yet"

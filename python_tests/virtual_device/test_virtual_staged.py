@@ -41,6 +41,7 @@ def in_order(each, reduce=torch.add):
     return total.to(each[0].dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_collectives_are_those_of_the_cpu_to_the_bit(pool, size):
     for wrong in pool[size].run(compares_collectives):
@@ -150,6 +151,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_under_fifty_random_delays(pool, size):
     assert pool[size].run(delayed, 50) == [[]] * size

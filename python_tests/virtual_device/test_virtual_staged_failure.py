@@ -1,5 +1,6 @@
 """Failures of ranks whose tensors the backend `staged` moves on the virtual device: no stream waits for ever."""
 
+import gc
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
+from oases.testing import RankPool
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -97,6 +99,75 @@ def sends_another_size():
     return said.splitlines()[0]
 
 
+def test_a_rank_that_changes_its_device_is_named_on_all(two_virtual):
+    for said in two_virtual.run(changes_its_device):
+        assert "rank 1 gave this group a tensor on" in said
+        assert "keep to one device, or make a group for each" in said
+
+
+def changes_its_device():
+    _, place = device.take()
+    group = device.staged_group()
+    x = torch.ones(3, device=place)
+    dist.all_reduce(x, group=group)
+    elsewhere = torch.ones(3, device=torch.device(place.type, 3 - place.index))
+    return error_of(lambda: dist.all_reduce(elsewhere if dist.get_rank() else x, group=group, async_op=True))
+
+
+def error_of(start):
+    """First line of the error of a collective, at its start or at the first wait that follows its end."""
+    try:
+        work = start()
+        end = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.01)
+        work.wait()
+    except (ValueError, dist.DistBackendError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("message", [False, True])
+def test_a_rank_whose_streams_cannot_be_made_is_named_on_all(virtual_device, message):
+    with RankPool(2) as pool:
+        for said in pool.run(lacks_words, message):
+            assert "staged: streams of virtual cannot wait for words of host memory in this build" in said
+
+
+def lacks_words(message):
+    """Error of a sum, or of a message, of which one rank's device cannot wait for words."""
+    module, place = device.take()
+    rank = dist.get_rank()
+    if rank:
+        module.words = None  # looks as if they were known to the backend
+    group, x = device.staged_group(), torch.ones(3, device=place)
+    if not message:
+        return error_of(lambda: dist.all_reduce(x, group=group, async_op=True))
+    if rank:
+        return error_of(lambda: dist.isend(x, group=group, group_dst=0))
+    return error_of(lambda: dist.irecv(x, group=group, group_src=1))
+
+
+def test_a_group_of_a_broken_device_ends(two_virtual):
+    assert two_virtual.run(ends_broken) == ["ended"] * 2
+
+
+def ends_broken():
+    module, place = device.take()
+    group = device.staged_group()
+    dist.all_reduce(torch.ones(3, device=place), group=group)
+    torch.accelerator.synchronize()
+    module.set_broken(True)
+    try:
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    finally:
+        module.set_broken(False)
+    return "ended"
+
+
 def test_a_rank_that_never_comes_is_named_at_the_timeout(two_virtual):
     said, finite = two_virtual.run(waits_in_vain)[0]
     assert said.startswith("all_reduce: rank 0 timed out after 300 ms waiting for rank 1")
@@ -148,6 +219,7 @@ def adds_for_ever(rank, size, port, connection):
     connection.recv()
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_waits_of_the_others(virtual_device):
     context, store, size, victim = fork_server.context(), loopback_store(), 3, 1
     ends, processes = [], []

@@ -82,6 +82,7 @@ def compare(wire, delays):
         assert torch.equal(there.cpu().nan_to_num(1e6), x.nan_to_num(1e6)), "the input"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", WIRES)
 def test_sums_are_those_of_the_cpu(two_virtual, wire):
     two_virtual.run(compare, wire, 1e-3)

@@ -72,16 +72,32 @@ class UnitCall:
     floating: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where several make them.
+
+    shifted: whether the first one of each sample is left out, as by a causal model, which predicts each token from
+    those before it. ignored: target without a loss.
+    """
+
+    leaf: int
+    shifted: bool
+    ignored: int
+
+    def count(self, given: Tensor) -> int:
+        """Number of targets with a loss in an input."""
+        return int(((given[..., 1:] if self.shifted else given) != self.ignored).sum())
+
+
 @dataclass
 class Dataflow:
     """Forward pass as a list of calls in order; the last entry stands for the model's result and has the unit "".
 
-    shifted: whether the loss leaves out the first label of each sample, as that of a causal model does, which
-    predicts each token from those before it; None where labels are no targets of a cross entropy.
+    targets: of its cross entropies, as far as they are computed from integers among the inputs alone.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
-    shifted: bool | None = None
+    targets: tuple[Targets, ...] = ()
 
     def number_of(self, unit: str, occurrence: int) -> int:
         """Number of a call. KeyError where the pass had none."""
@@ -119,19 +135,20 @@ class DataflowRecorder(TorchDispatchMode):
         self._sources: dict[int, frozenset[_Source]] = {}
         self._kept: list[Any] = []  # keeps storages, whose addresses are keys
         self._running: list[str] = []
-        self._copies: dict[int, Tensor] = {}  # with data, of tensors that are computed from labels alone
-        self.shifted: bool | None = None
+        self._copies: dict[int, tuple[Tensor, int]] = {}
+        """Tensors with data in place of those computed from integer inputs alone, and the number of that input."""
+        self._targets: dict[Targets, None] = {}
         for name, parameter in model.named_parameters():
             self._set(parameter, frozenset([_Read(name)]))
         for buffer in model.buffers():
             self._set(buffer, frozenset())
 
-    def follow(self, labels: Tensor) -> None:
-        """Find out whether the loss reads the first label of a sample."""
+    def follow(self, leaf: int, given: Tensor) -> None:
+        """Find out whether an input holds targets of the loss, and whether it reads the first one of a sample."""
         with _disable_current_modes():
-            probe = torch.full(labels.shape, IGNORED, dtype=labels.dtype)
+            probe = torch.full(given.shape, IGNORED, dtype=given.dtype)
             probe[..., 0] = 0
-        self._copies[id(labels)] = probe
+        self._copies[id(given)] = probe, leaf
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -187,7 +204,7 @@ class DataflowRecorder(TorchDispatchMode):
 
     def finish(self, result: Any) -> Dataflow:
         """Dataflow of the pass. result: what the loss is computed from."""
-        return Dataflow([*self.calls, self._call("", result)], self.shifted)
+        return Dataflow([*self.calls, self._call("", result)], tuple(self._targets))
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -219,18 +236,24 @@ class DataflowRecorder(TorchDispatchMode):
         return result
 
     def _compute_copy(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        """Compute with data what depends on labels alone, down to the targets of a cross entropy."""
+        """Compute with data what depends on integer inputs alone, down to the targets of a cross entropy."""
         if func in _CROSS_ENTROPIES:
-            target = self._copies.get(id(args[1]))
-            if target is not None:
+            if id(args[1]) in self._copies:
+                target, leaf = self._copies[id(args[1])]
+                ignored = args[4] if len(args) > 4 else IGNORED
                 with _disable_current_modes():
-                    self.shifted = bool((target == IGNORED).all())
+                    self._targets[Targets(leaf, bool((target == IGNORED).all()), ignored)] = None
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if tensors and all(id(each) in self._copies for each in tensors) and isinstance(result, Tensor):
+            leaves = {self._copies[id(each)][1] for each in tensors}
             with _disable_current_modes():
-                given = pytree.tree_map_only(Tensor, lambda each: self._copies[id(each)], (args, kwargs))
-                self._copies[id(result)] = func(*given[0], **given[1])
+                given = pytree.tree_map_only(Tensor, lambda each: self._copies[id(each)][0], (args, kwargs))
+                try:
+                    copy = func(*given[0], **given[1])
+                except (RuntimeError, IndexError):  # of an op that does not take the values put in: no target then
+                    return
+            self._copies[id(result)] = copy, leaves.pop() if len(leaves) == 1 else -1
             self._kept.append(result)
 
     def _of(self, value: Any) -> frozenset[_Source]:
@@ -256,9 +279,9 @@ def dataflow_of(
     try:
         with running_without_data(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
-            labels = kwargs.get("labels")
-            if isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point():
-                recorder.follow(labels)
+            for leaf, each in enumerate(pytree.tree_leaves((args, {name: kwargs[name] for name in inputs[1]}))):
+                if isinstance(each, Tensor) and each.dim() > 0 and each.dtype in (torch.int32, torch.int64):
+                    recorder.follow(leaf, each)
             result, ran = model(*args, **kwargs), True
             return recorder.finish(loss(result))
     except UsageError:

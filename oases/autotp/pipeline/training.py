@@ -59,7 +59,8 @@ class PipelineTraining:
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
-        self._degree, self._number = degree, 0
+        self._degree, self._number, self._gradient_wire = degree, 0, options.gradient_wire
+        self._shapes: list[Any] | None = None
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
         self.messages: StageMessages | None = None
@@ -81,8 +82,8 @@ class PipelineTraining:
                 gradient_wire=options.gradient_wire,
             )  # fmt: skip
         else:
-            self._average = GradientAverager(averaged_parts(model, self._data), wire=options.gradient_wire)
-        self._shared = self._share()
+            self._average = self._averager()
+        self._shared, self._trained = self._share(), self._trainable()
 
     def _share(self) -> list[tuple[nn.Parameter, str]]:
         """Parameters that other stages have, too, each with the name of the group of its copies."""
@@ -188,6 +189,11 @@ class PipelineTraining:
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[MicroBatch], Tensor]:
         """Micro-batches, and the share of each one's mean loss in the step's."""
+        if kwargs.get("num_items_in_batch") is not None:
+            raise UsageError(
+                "num_items_in_batch makes the loss of a micro-batch a share of the batch's, and train_step() takes "
+                "such shares itself, by the labels; leave num_items_in_batch out"
+            )
         found, tree = pytree.tree_flatten((args, dict(kwargs)))
         self._require_same_batch([each for each in found if isinstance(each, Tensor)])
         first = next((each for each in found if isinstance(each, Tensor) and each.dim() > 0), None)
@@ -206,7 +212,33 @@ class PipelineTraining:
             for each in found
         ]
         batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
-        return batches, self._shares([each[1].get("labels") for each in batches], self._flow_of(batches[0])[0])
+        self._renew([(tuple(each.shape), each.dtype) for each in found if isinstance(each, Tensor)])
+        return batches, self._shares(cut, self._flow_of(batches[0])[0])
+
+    def _renew(self, shapes: list[Any]) -> None:
+        """Follow what has changed since the last step: shapes of the batch, and which parameters are trained."""
+        if self._shapes not in (None, shapes) and self.messages is not None:
+            self.messages.renew()
+        self._shapes = shapes
+        trained = self._trainable()
+        if trained == self._trained:
+            return
+        if isinstance(self._average, ShardedGradientAverager):
+            raise UsageError(
+                "parameters were frozen, unfrozen or replaced after parallelize(), which sharded weights and "
+                "optimizer state cannot follow; do so before parallelize(), or leave out fsdp and zero"
+            )
+        self._average.remove()
+        self._average, self._shared, self._trained = self._averager(), self._share(), trained
+
+    def _trainable(self) -> list[Any]:
+        """Identities of the trained parameters; their names where they are shards."""
+        sharded = bool(self.units)
+        named = self._model.named_parameters()
+        return [name if sharded else id(parameter) for name, parameter in named if parameter.requires_grad]
+
+    def _averager(self) -> GradientAverager:
+        return GradientAverager(averaged_parts(self._model, self._data), wire=self._gradient_wire)
 
     def _require_same_batch(self, given: list[Tensor]) -> None:
         """Raise UsageError, on all ranks, where the stages of a replica were given different batches.
@@ -228,22 +260,39 @@ class PipelineTraining:
                     "its stages and tensor-parallel ranks the same batch, and vary batches over replicas alone"
                 )
 
-    def _shares(self, labels: Sequence[Any], flow: Dataflow) -> Tensor:
-        """Share of each micro-batch in the mean: equal, or by its labels where some are ignored."""
-        if flow.shifted is None:
-            return torch.full((len(labels),), 1 / len(labels), dtype=torch.float64)
-        counts = torch.tensor(
-            [int(((each[..., 1:] if flow.shifted else each) != IGNORED).sum()) for each in labels],
-            dtype=torch.float64,
-        )
-        total = torch.stack([counts.sum(), (counts == 0).sum().double()]).to(self._device)
-        total = all_reduce(total, self._data, "labels").cpu()
-        if total[1]:
+    def _shares(self, cut: Sequence[Sequence[Any]], flow: Dataflow) -> Tensor:
+        """Share of each micro-batch in the mean: equal, or by its labels where some are ignored.
+
+        cut: micro-batches of each leaf of the batch.
+        """
+        number = self._micro_batches
+        mixed = any(each.leaf < 0 for each in flow.targets)
+        if not flow.targets or (mixed and number * self._replicas == 1):
+            return torch.full((number,), 1 / number, dtype=torch.float64)
+        if mixed:
             raise UsageError(
-                f"{int(total[1])} micro-batches have no label but {IGNORED}, so they have no mean loss; leave such "
-                "samples out, or take fewer micro_batches"
+                "the loss leaves out labels by another input, such as a mask, so how many each micro-batch has is "
+                f"unknown; give labels of {IGNORED} in their places, and leave the other input out of the loss"
             )
-        return counts * self._replicas / total[0]
+        counts = torch.tensor(
+            [[each.count(part) for part in cut[each.leaf]] for each in flow.targets], dtype=torch.float64
+        )  # [losses, micro-batches]
+        total = torch.cat([counts.sum(1), (counts == 0).sum()[None].double()]).to(self._device)
+        total = all_reduce(total, self._data, "labels").cpu()
+        if total[-1]:
+            raise UsageError(
+                f"{int(total[-1])} micro-batches have no label but {flow.targets[0].ignored}, so they have no mean "
+                "loss; leave such samples out, or take fewer micro_batches"
+            )
+        shares = counts * self._replicas / total[:-1, None]
+        apart = (shares - shares[0]).abs().max()
+        if len(shares) > 1 and all_reduce(apart.to(self._device), self._data, "labels", largest=True) > 1e-9:
+            raise UsageError(
+                f"the loss is a sum of {len(shares)} cross entropies, and the numbers of their labels are in other "
+                f"proportions in each micro-batch; give every sample as many labels that are not "
+                f"{flow.targets[0].ignored}, or take micro_batches=1"
+            )
+        return shares[0]
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """Sum of the last part's losses, averaged over replicas, on every rank."""

@@ -28,20 +28,26 @@ def all_gather_objects(mine: T, group: ProcessGroup | None) -> list[T]:
 def run_on_all_ranks(action: Callable[[], T], what: str, group: ProcessGroup | None) -> list[T]:
     """Run a part of saving on every rank; returns every rank's result.
 
-    Raises SaveError on every rank, with the system's message, if it failed on one.
+    Raises SaveError on every rank, with its message, if it failed on one: the others wait for all.
     """
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import
 
     result: Any = None
     fault = ""
+    failed: BaseException | None = None
     try:
         result = action()
     except OSError as error:
-        fault = str(error)
+        failed, fault = error, f"{error}; free disk space, or save elsewhere"
     except CheckpointException as error:  # holds the errors of all ranks
-        fault = "; ".join(str(cause) for cause, _ in error.failures.values())
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        failed, fault = error, f"{causes}; free disk space, or save elsewhere"
+    except UsageError as error:
+        failed, fault = error, str(error)
+    except Exception as error:
+        failed, fault = error, f"{type(error).__name__}: {error}"
     everyone = all_gather_objects((result, fault), group)
     for rank, (_, said) in enumerate(everyone):
         if said:
-            raise SaveError(f"{what} could not be written: rank {rank}: {said}; free disk space, or save elsewhere")
+            raise SaveError(f"{what} could not be written: rank {rank}: {said}") from failed
     return [found for found, _ in everyone]

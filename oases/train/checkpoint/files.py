@@ -26,7 +26,7 @@ from oases.parallel.shard_map import raise_together, shard_map
 from oases.safetensors_files import write_header
 from oases.train.adapters import adapter_names, write_adapter_config
 from oases.train.checkpoint.coordination import SaveError, all_gather_objects, run_on_all_ranks
-from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, write_checksums
+from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, require_readable, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
 from oases.train.checkpoint.state import (
     WEIGHTS,
@@ -87,7 +87,10 @@ def write(path: str | Path, tensors: State, record: Metadata, group: ProcessGrou
         dcp.save(tensors, checkpoint_id=aside, process_group=group, no_dist=group is None)
 
     def seal() -> None:
-        write_checksums(aside, {name: digest for part in parts for name, digest in part.items()})
+        files = {name: digest for part in parts for name, digest in part.items()}
+        require_readable(aside, files)
+        _sync(aside / INDEX)  # torch flushes Python's buffer after its own fsync
+        write_checksums(aside, files)
         _sync(aside)
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
@@ -208,9 +211,9 @@ def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None)
     run_on_all_ranks(action if group_rank(group) == 0 else lambda: None, what, group)
 
 
-def _sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

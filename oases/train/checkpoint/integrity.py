@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.files import parse_json
 from oases.train.checkpoint.coordination import all_gather_objects
@@ -23,6 +24,7 @@ INDEX = ".metadata"
 
 _BLOCK_BYTES = 1 << 20
 _MOST_BYTES = 1 << 26
+_MOST_INDEX_BYTES = 1 << 25
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
@@ -58,6 +60,21 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
                 digest.update(block)
         found[file.name] = digest.hexdigest()
     return found
+
+
+def index_limit(folder: Path, names: Iterable[str]) -> int:
+    """Maximum bytes of a checkpoint's index, by what its files hold: its objects take many times as much memory.
+
+    Each rank's part of a tensor takes some 200 bytes there.
+    """
+    return max(_MOST_INDEX_BYTES, sum((folder / name).stat().st_size for name in names if name != INDEX) // 256)
+
+
+def require_readable(folder: Path, names: Iterable[str]) -> None:
+    """Raise UsageError where a checkpoint about to be completed would be refused for the size of its index."""
+    size, most = (folder / INDEX).stat().st_size, index_limit(folder, names)
+    if size > most:
+        raise UsageError(f"{INDEX} has {size} bytes, and at most {most} are read again; save from fewer ranks")
 
 
 def write_checksums(folder: Path, files: Mapping[str, str]) -> None:

@@ -45,8 +45,8 @@ class StateMemory:
         self._model, self._optimizer, self._group = model, optimizer, group
         _begin(optimizer)
         self._files = [_File(descriptor) for descriptor in open_pair()]
-        layout = {name: [str(held.dtype), list(held.shape)] for name, held in self._state().items()}
-        self._shard = f"{shard} {hashlib.sha256(json.dumps(layout).encode()).hexdigest()}"
+        self._name = shard
+        self._shard = self._shard_of(self._state())
         self._sources: dict[int, tuple[int, str]] = {}
         """By rank without the step that is restored: another with it, and the shard."""
 
@@ -96,11 +96,17 @@ class StateMemory:
         state = self._state()
         for name, part in file.tensors(state).items():
             part.copy_(state[name])
-        file.write_text({"shard": self._shard, "record": record})
+        file.write_text({"shard": self._shard_of(state), "record": record})
         file.step = step
 
     def _state(self) -> dict[str, Tensor]:
-        return local_state(self._model, self._optimizer, self._group)
+        """Tensors in the order of their names: an optimizer that was loaded has its state in another."""
+        return dict(sorted(local_state(self._model, self._optimizer, self._group).items()))
+
+    def _shard_of(self, state: dict[str, Tensor]) -> str:
+        """Name of a shard and of the layout of its file."""
+        layout = [[name, str(held.dtype), list(held.shape)] for name, held in state.items()]
+        return f"{self._name} {hashlib.sha256(json.dumps(layout).encode()).hexdigest()}"
 
     def _exchange(self, step: int) -> None:
         """Send files of the step to the ranks that lack it, by a group on the CPU."""

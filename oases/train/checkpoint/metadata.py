@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.files import read_json
+from oases.files import parse_json, read_json
 from oases.limits import short
 from oases.train.tokenizer import BYTES
 
@@ -69,8 +70,10 @@ class Metadata:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write the metadata file into a checkpoint's folder."""
-        write_synced(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1))
+        """Write the metadata file into a checkpoint's folder. UsageError where it could not be read again."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        parse_json(text, f"{RECORD} of step {self.step}", "keep large data in files of its own", strict=False)
+        write_synced(folder / RECORD, text)
 
     @classmethod
     def read(cls, folder: str | Path) -> Metadata:
@@ -78,7 +81,8 @@ class Metadata:
         if not is_checkpoint(folder):
             raise UsageError(f"{str(folder)!r} is not a checkpoint folder; give one that --checkpoint wrote")
         try:
-            given = read_json(Path(folder) / RECORD, "file", "use another")
+            # Not strict: options of an optimizer and the user's values may be infinite, as ReduceLROnPlateau's are.
+            given = read_json(Path(folder) / RECORD, "file", "use another", strict=False)
             version = given["format"]
             if isinstance(version, int) and version > FORMAT:
                 raise NewerFormatError(
@@ -143,11 +147,17 @@ class Metadata:
 
     def data_differences(self, data: dict[str, Any]) -> str:
         """Differences that change the coming batches, for a warning; empty if there are none."""
+        names = {**data, **self.data} if self.data else {}
+        found = {name: (self.data.get(name, "none"), data.get(name, "none")) for name in names if name != "next_step"}
         return ", ".join(
-            f"{name} {self.data[name]} there and {value} here"
-            for name, value in data.items()
-            if name in self.data and self.data[name] != value
+            f"{name} {there} there and {here} here" for name, (there, here) in found.items() if there != here
         )
+
+    def rate_difference(self, rate: float) -> str:
+        """Why the next step's learning rate is not the one that the saved run would have used; "" if it is."""
+        if not self.learning_rate or math.isclose(self.learning_rate, rate, rel_tol=1e-6):
+            return ""
+        return f"its next step had the learning rate {self.learning_rate:.4g}, this run's has {rate:.4g}"
 
 
 def is_checkpoint(folder: str | Path) -> bool:

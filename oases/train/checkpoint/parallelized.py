@@ -20,6 +20,7 @@ from torch import nn
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.files import parse_json
 from oases.limits import short
 from oases.parallel.mesh import run_of
 from oases.parallel.shard_map import raise_together
@@ -87,10 +88,10 @@ def save_checkpoint(
     """
     model, optimizer = _bare(model), _bare_optimizer(optimizer)
     group = run_of(model, process_group)
-    kept = dict(extra or {})
     with raise_together(group):
         retention.require_folder(folder)
-        _require_values(step, keep, kept)
+        _require_counts(step, keep)
+        kept = _copied(dict(extra or {}))
         mine = Contents.of(model, optimizer, group, step)
     contents = Contents.merged(all_gather_objects(mine, group))
     writer = _writer_of(folder, keep, group)
@@ -219,15 +220,21 @@ def _bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opti
     return _bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def _require_values(step: Any, keep: Any, extra: dict[str, Any]) -> None:
+def _require_counts(step: Any, keep: Any) -> None:
     for name, value in (("step", step), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UsageError(f"{name} is {short(value)}; give a whole number from 0")
-    try:
-        same = json.loads(json.dumps(extra)) == extra
-    except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same:
+
+
+def _copied(extra: dict[str, Any]) -> dict[str, Any]:
+    """Values as they will be read, since the caller may go on to change its own. UsageError where these differ."""
+    found: Any = None
+    with suppress(TypeError, ValueError, RecursionError):
+        found = json.dumps(extra)
+    if found is not None:
+        found = parse_json(found, "extra", "keep large data in files of its own", strict=False)
+    if found != extra:
         raise UsageError(
             f"extra is {short(extra)}; give what JSON can hold: numbers, strings, lists, dicts with strings as keys"
         )
+    return dict(found)

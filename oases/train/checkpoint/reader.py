@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from oases.errors import UsageError
 from oases.limits import short
-from oases.train.checkpoint.integrity import INDEX, listed_files, open_file
+from oases.train.checkpoint.integrity import INDEX, index_limit, listed_files, open_file
 from oases.train.checkpoint.state import Stored
 
 _ALLOWED = {
@@ -60,8 +60,6 @@ _REFUSED = (
 )  # fmt: skip
 """Operations of a pickle that such metadata does not need."""
 
-MOST_INDEX_BYTES = 2**25
-"""Maximum size of the metadata; its objects take many times as much memory."""
 MOST_CHUNKS = 2**14
 """Maximum number of parts of a tensor, each written by one rank."""
 
@@ -162,12 +160,14 @@ class CheckpointReader(FileSystemReader):
         """Read and check the metadata, once."""
         if self._found is None:
             try:
+                names = listed_files(self._folder)
+                most = index_limit(self._folder, names)
                 with open_file(self._folder, INDEX) as file:
-                    data = file.read(MOST_INDEX_BYTES + 1)
-                if len(data) > MOST_INDEX_BYTES:
-                    raise UsageError(f"it is larger than {MOST_INDEX_BYTES} bytes")
+                    data = file.read(most + 1)
+                if len(data) > most:
+                    raise UsageError(f"it is larger than {most} bytes")
                 found = _Unpickler(io.BytesIO(data), fix_imports=False).load()
-                _check(found, {name: (self._folder / name).stat().st_size for name in listed_files(self._folder)})
+                _check(found, {name: (self._folder / name).stat().st_size for name in names})
                 found.storage_meta.load_id = self.load_id
             except Exception as error:  # pickles and what they hold fail in any way
                 raise UsageError(

@@ -1,0 +1,233 @@
+"""Steps of models in stages whose batches, trained parameters and labels vary, beside one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autotp.comparison import said
+from autotp.staged import mesh_of, shares, sizes
+from autotp.zoo import batch, build
+from torch import nn
+
+import oases
+
+WORDS, WIDTH = 12, 8
+
+
+class Tagger(nn.Module):
+    """Language model of no library. kind: how its loss takes the targets.
+
+    "positional": named `targets`. "two": a second loss over one label a sample. "masked": labels left out by a mask.
+    "own": the tokens themselves, and those of number 0 are padding.
+    """
+
+    def __init__(self, kind="positional", layers=4):
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
+        self.head, self.rater = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens, targets=None, ratings=None, mask=None):
+        h = self.table(tokens)
+        for layer in self.layers:
+            h = layer(h) + h
+        logits = self.head(h)
+        if self.kind == "own":
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+        if self.kind == "masked":
+            targets = targets.masked_fill(mask == 0, -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if self.kind == "two":
+            loss = loss + F.cross_entropy(self.rater(h[:, 0]), ratings)
+        return loss
+
+
+def tagged(kind="positional", samples=8, length=5, seed=0, left_out=True):
+    """Arguments of a step: more targets are left out of earlier samples."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, WORDS, (samples, length), generator=generator)
+    targets = torch.randint(WORDS, (samples, length), generator=generator)
+    for sample in range(samples if left_out else 0):
+        (tokens if kind == "own" else targets)[sample, 2 + sample % (length - 2) :] = 0 if kind == "own" else -100
+    more = {
+        "two": {"ratings": torch.randint(3, (samples,), generator=generator)},
+        "masked": {"mask": torch.ones(samples, length, dtype=torch.int64)},
+    }
+    return (tokens, *(() if kind == "own" else (targets,))), more.get(kind, {})
+
+
+def pair(kind, shape, **options):
+    """A model in one process and the same in stages."""
+    torch.manual_seed(0)
+    plain, model = Tagger(kind).double(), Tagger(kind).double()
+    model.load_state_dict(plain.state_dict())
+    spec = oases.ParallelSpec(inputs=tagged(kind, 2))
+    return plain, oases.parallelize(model, mesh=mesh_of(*shape), micro_batches=2, spec=spec, **options)
+
+
+def mine(model, shape, given):
+    """The part of this rank's replica."""
+    replica = model.oases_pipeline.mesh.replica(shape[2])
+    args, kwargs = given
+    cut = {name: value.chunk(shape[1])[replica] for name, value in kwargs.items()}
+    return [value.chunk(shape[1])[replica] for value in args], cut
+
+
+def compare(plain, model, shape, given):
+    """A step on both; gradients are equal, and absent where the plain model has none."""
+    for each in (plain, model):
+        each.zero_grad()
+    expected = plain(*given[0], **given[1])
+    expected.backward()
+    args, kwargs = mine(model, shape, given)
+    torch.testing.assert_close(model.train_step(*args, **kwargs), expected.detach(), rtol=1e-10, atol=0)
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        if parameter.grad is None:
+            assert wanted is None, name
+        elif wanted is None:  # unused by this loss, and by that of other replicas unknown
+            assert parameter.requires_grad, name
+            assert not parameter.grad.any(), name
+        else:
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def of_many_shapes(shape):
+    plain, model = pair("positional", shape)
+    for samples, length in ((8, 5), (8, 7), (4, 7), (8, 5)):
+        compare(plain, model, shape, tagged(samples=samples, length=length))
+        args, _ = mine(model, shape, tagged(samples=16, length=3))
+        expected = plain(*tagged(samples=16, length=3)[0]).detach()
+        torch.testing.assert_close(model.eval_step(*args), expected, rtol=1e-10, atol=0)
+    model.oases_pipeline.close()
+
+
+def test_batches_may_have_other_shapes_each_time(two_ranks):
+    two_ranks.run(of_many_shapes, (2, 1, 1))
+
+
+@pytest.mark.parametrize("kind", ["positional", "own"])
+def test_targets_are_found_by_what_the_loss_reads(two_ranks, kind):
+    two_ranks.run(weighed, kind, (2, 1, 1))
+
+
+def weighed(kind, shape):
+    plain, model = pair(kind, shape)
+    compare(plain, model, shape, tagged(kind))
+    model.oases_pipeline.close()
+
+
+def refused():
+    """Errors of losses that no weights of micro-batches make right."""
+    shape, texts = (2, 1, 1), {}
+    plain, model = pair("two", shape)
+    compare(plain, model, shape, tagged("two", left_out=False))
+    args, kwargs = mine(model, shape, tagged("two"))
+    texts["two"] = said(lambda: model.train_step(*args, **kwargs))
+    texts["items"] = said(lambda: model.train_step(*args, **kwargs, num_items_in_batch=7))
+    model.oases_pipeline.close()
+    _, masked = pair("masked", shape)
+    args, kwargs = mine(masked, shape, tagged("masked"))
+    texts["masked"] = said(lambda: masked.train_step(*args, **kwargs))
+    masked.oases_pipeline.close()
+    return texts
+
+
+def test_losses_that_no_weights_make_right_are_refused(two_ranks):
+    for texts in two_ranks.run(refused):
+        assert "a sum of 2 cross entropies" in texts["two"]
+        assert "leave num_items_in_batch out" in texts["items"]
+        assert "the loss leaves out labels by another input" in texts["masked"]
+
+
+def frozen_in_turns(shape):
+    """Parameters that are frozen, unfrozen and replaced between steps."""
+    plain, model = pair("positional", shape)
+    for part in ("table", "layers.0", "", "head", "layers.3"):
+        for each in (plain, model):
+            each.requires_grad_(True)
+            if part and any(name == part for name, _ in each.named_modules()):
+                each.get_submodule(part).requires_grad_(not part)
+        compare(plain, model, shape, tagged())
+    here = {name: plain.get_parameter(name).detach() * 1.5 for name, _ in model.named_parameters()}
+    model.load_state_dict(here, assign=True, strict=False)
+    plain.load_state_dict({name: value * 1.5 for name, value in plain.state_dict().items()})
+    compare(plain, model, shape, tagged())
+    model.oases_pipeline.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1)], ids=str)
+def test_parameters_may_be_frozen_between_steps(two_ranks, shape):
+    two_ranks.run(frozen_in_turns, shape)
+
+
+def frozen_shards(option):
+    _, model = pair("positional", (1, 2, 1), **{option: True})
+    args, _ = mine(model, (1, 2, 1), tagged())
+    losses = [float(model.train_step(*args)) for _ in range(2)]
+    model.get_submodule("layers.1").requires_grad_(False)
+    return losses, said(lambda: model.train_step(*args))
+
+
+@pytest.mark.parametrize("option", ["fsdp", "zero"])
+def test_freezing_sharded_parameters_is_refused(two_ranks, option):
+    for losses, text in two_ranks.run(frozen_shards, option):
+        assert losses[0] == losses[1]
+        assert "were frozen, unfrozen or replaced after parallelize()" in text
+
+
+def dropped(pipeline):
+    """Losses of two steps with dropout in the layers, and the offset of each list's masks."""
+    torch.manual_seed(3)
+    model = build("llama", **sizes("llama", 4), attention_dropout=0.5).train()
+    oases.parallelize(model, mesh=mesh_of(2, 1, 1), micro_batches=2, pipeline=pipeline)
+    losses = [float(model.train_step(**shares(batch("llama", seed=step), (2, 1, 1), model))) for step in range(2)]
+    model.oases_pipeline.close()
+    return losses
+
+
+def test_masks_depend_on_no_division_into_stages(two_ranks):
+    expected = two_ranks.run(dropped, "gpipe")
+    assert two_ranks.run(dropped, "interleaved") == expected
+
+
+def test_lists_of_layers_have_masks_of_their_own():
+    model = oases.parallelize(build("t5"))
+    offsets = [each.runner.stack.first_block for each in model.oases_partition.layers]
+    assert len(offsets) == 2
+    assert abs(offsets[0] - offsets[1]) > 100
+
+
+class Peeking(nn.Module):
+    """A layer that keeps something of its inside, for others to read."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        self.norm = self.linear(x).square().mean()
+        return torch.tanh(self.linear(x))
+
+
+class Penalised(nn.Module):
+    """A loss that reads what layers keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Peeking(8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() + sum(layer.norm for layer in self.layers)
+
+
+def penalised():
+    spec = oases.ParallelSpec(inputs=((torch.empty(3, 8),), {}))
+    return said(lambda: oases.parallelize(Penalised(), mesh=mesh_of(2, 1, 1), spec=spec).train_step(torch.ones(8, 8)))
+
+
+def test_a_loss_that_reads_the_inside_of_a_layer_is_refused(two_ranks):
+    for text in two_ranks.run(penalised):
+        assert "the loss reads what layers.0 computes inside and does not return" in text
