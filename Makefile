@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build
 	$(PY) -m oases demo
 
-# Five minutes on two cores.
+# Nine minutes on two hyperthreads; test-all takes twenty.
 test: build-tests test-cpp test-python
 
 # One file of tests more than there are cores at a time, because ranks often wait for one another; at most 8 for memory.

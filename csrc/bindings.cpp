@@ -206,7 +206,8 @@ PYBIND11_MODULE(_C, module) {
       .def_static("all", &OverlapScheduler::all, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &OverlapScheduler::rank)
       .def_property_readonly("size", &OverlapScheduler::size)
-      .def("add_wire", &OverlapScheduler::add_wire, py::arg("wire"), py::arg("group_name"))
+      .def("add_wire", &OverlapScheduler::add_wire, py::arg("wire"), py::arg("group_name"),
+           py::call_guard<py::gil_scoped_release>())
       .def("has_wire", &OverlapScheduler::has_wire, py::arg("wire"))
       .def("wire_group", &OverlapScheduler::wire_group, py::arg("wire"))
       .def(

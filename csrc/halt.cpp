@@ -116,7 +116,7 @@ std::string OverlapScheduler::drain(double patience_seconds) {
     }
     if (work->exception()) return name + " failed";  // not isSuccess(), which throws for NCCL's works
   }
-  Tickets ended;  // freed without the lock
+  decltype(in_flight_) ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(issuing_);
   for (const auto& ticket : in_flight_) ticket->given_up_ = true;
   ended.swap(in_flight_);
@@ -185,7 +185,7 @@ std::string OverlapScheduler::described(const TicketRecord& record) const {
 }
 
 void OverlapScheduler::renew() {
-  Tickets ended;  // freed without the lock
+  decltype(in_flight_) ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(issuing_);
   state_ = State::running;
   failure_.clear();

@@ -84,7 +84,8 @@ NodesBackend::Tensors NodesBackend::of_ranks(const at::Tensor& rows, int node) c
 NodesBackend::Work NodesBackend::enqueue(c10d::OpType type, const char* name, Tensors outputs,
                                          std::chrono::milliseconds timeout, std::function<void()> check,
                                          std::function<void()> run) {
-  const uint64_t call = ++started_;
+  ++started_;
+  const uint64_t call = ++enqueued_;
   const auto checked = [this, name, timeout, check = std::move(check)] {
     try {
       check();
@@ -264,10 +265,13 @@ NodesBackend::Work NodesBackend::_reduce_scatter_base(at::Tensor& output, at::Te
 }
 
 NodesBackend::Work NodesBackend::barrier(const c10d::BarrierOptions& options) {
-  const auto run = [this, options] {
+  // Here, where gloo numbers its calls; it ends once this rank's earlier calls of gloo have, too.
+  const Work entered = whole_->barrier(options);
+  const auto run = [this, options, entered] {
     local_->barrier(options)->wait();
     const auto bytes = [this] { return at::zeros({across_->getSize(), 1}, at::kByte).unbind(); };
     Exchange(*this, bytes(), bytes()).wait(options.timeout);
+    entered->wait();  // all ranks have entered it by now
     local_->barrier(options)->wait();
   };
   return enqueue(c10d::OpType::BARRIER, "barrier", {}, options.timeout, [] {}, run);
@@ -318,16 +322,14 @@ NodesBackend::Work NodesBackend::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 NodesBackend::Work NodesBackend::send(Tensors& tensors, int to, int tag) {
+  for (const auto& tensor : tensors) check_on_host("send", tensor);
   const Peer other = peer(to);
-  if (other.by == whole_.get())
-    for (const auto& tensor : tensors) check_on_host("send", tensor);
   return other.by->send(tensors, other.rank, tag);
 }
 
 NodesBackend::Work NodesBackend::recv(Tensors& tensors, int from, int tag) {
+  for (const auto& tensor : tensors) check_on_host("recv", tensor);
   const Peer other = peer(from);
-  if (other.by == whole_.get())
-    for (const auto& tensor : tensors) check_on_host("recv", tensor);
   return other.by->recv(tensors, other.rank, tag);
 }
 

@@ -84,7 +84,8 @@ class NodesBackend : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Backend> whole_, across_;
   const c10::intrusive_ptr<StagedBackend> local_;
   const std::vector<std::vector<int64_t>> ranks_;
-  std::atomic<uint64_t> started_{0};
+  std::atomic<uint64_t> started_{0},
+      enqueued_{0};  // calls: all, and those of the worker, which number its messages
   // Of messages; kNoTimeout until it is set: gloo's own, which its messages keep when it is given another.
   std::atomic<std::chrono::milliseconds> timeout_{kNoTimeout};
   // Of the worker's thread: the number of its call, and exchanges in it so far.

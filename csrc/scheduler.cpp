@@ -78,11 +78,14 @@ Shared& shared() {
 
 std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_name) {
   const auto group = c10d::resolve_process_group(group_name);
+  std::shared_ptr<OverlapScheduler> ended;  // freed without the lock
   const std::lock_guard<std::mutex> lock(shared().mutex);
   auto& scheduler = shared().by_group[group_name];
   // The name of a destroyed group may have been reused.
-  if (!scheduler || scheduler->rank_ != group->getRank() || scheduler->size_ != group->getSize())
+  if (!scheduler || scheduler->rank_ != group->getRank() || scheduler->size_ != group->getSize()) {
+    ended.swap(scheduler);
     scheduler.reset(new OverlapScheduler(group_name, group->getRank(), group->getSize()));
+  }
   return scheduler;
 }
 

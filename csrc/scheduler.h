@@ -198,7 +198,7 @@ class OverlapScheduler {
                                 const std::string& label, const Start& start, const Splits* splits = nullptr);
   // Call with issuing_ held. Returns tickets to free without it: a tensor may take Python's lock for that, which
   // somebody may hold who waits for issuing_.
-  using Tickets = std::deque<std::shared_ptr<Ticket>>;
+  using Tickets = std::vector<std::shared_ptr<Ticket>>;
   Tickets start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted, const Start& start,
                 const Splits* splits = nullptr);
   c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Ticket& ticket, at::Tensor output, at::Tensor input,
@@ -252,10 +252,10 @@ class OverlapScheduler {
   int64_t started_ = 0;
   int64_t on_wires_ = 0;  // of them, those on other groups
   int64_t foreign_at_first_ = 0;
-  bool countable_ = true;             // by the backend
-  std::deque<Started> last_;          // the last of those started
-  Tickets in_flight_;                 // not yet waited for
-  std::optional<c10::Stream> aside_;  // for the events of ends
+  bool countable_ = true;                          // by the backend
+  std::deque<Started> last_;                       // the last of those started
+  std::deque<std::shared_ptr<Ticket>> in_flight_;  // not yet waited for
+  std::optional<c10::Stream> aside_;               // for the events of ends
 };
 
 }  // namespace oases

@@ -206,7 +206,11 @@ SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   } catch (const c10::ValueError&) {
     throw;  // of all: each finds a rank that is on another machine than its own
   } catch (const std::exception& error) {
-    join.tell(c10::str("rank ", rank_, " failed to join: ", reason_of(error)));
+    try {
+      join.tell(c10::str("rank ", rank_, " failed to join: ", reason_of(error)));
+    } catch (
+        const std::exception&) {  // the store is gone, and with it whom to tell; the first error says more
+    }
     throw;
   }
 }

@@ -18,7 +18,7 @@ _PUBLIC = {
     "causal_attention": "oases.parallel",
     "clip_grad_norm": "oases.parallel",
     "full_state_dict": "oases.autotp",
-    "load_checkpoint": "oases.train",
+    "load_checkpoint": "oases.train.checkpoint.parallelized",
     "load_weights": "oases.autotp",
     "make_optimizer": "oases.parallel",
     "nccl_options": "oases.parallel",
@@ -29,10 +29,10 @@ _PUBLIC = {
     "report": "oases.parallel",
     "S2Reducer": "oases.sparse",
     "s2_hook": "oases.sparse",
-    "save_checkpoint": "oases.train",
+    "save_checkpoint": "oases.train.checkpoint.parallelized",
     "save_pretrained": "oases.autotp",
-    "Trainer": "oases.train",
-    "TrainConfig": "oases.train",
+    "Trainer": "oases.train.trainer",
+    "TrainConfig": "oases.train.config",
     "UsageError": "oases.errors",
 }
 
@@ -90,7 +90,9 @@ if TYPE_CHECKING:
     )
     from oases.planner import plan
     from oases.sparse import S2Reducer, s2_hook
-    from oases.train import TrainConfig, Trainer, load_checkpoint, save_checkpoint
+    from oases.train.checkpoint.parallelized import load_checkpoint, save_checkpoint
+    from oases.train.config import TrainConfig
+    from oases.train.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from oases.limits import short
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _WATCHED = (int, float, str, bool, type(None), torch.dtype, Tensor)
+MOST_VALUES = 16
+"""Values of an attribute that a layer is traced for."""
 _OF_MODULES = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
 """Private attributes that every module has."""
 
@@ -134,7 +138,7 @@ def activate_adapters(twin: nn.Module) -> None:
     """Activate all LoRA pairs of a copy that will be traced, so that those that are inactive now are sharded, too."""
     for part in twin.modules():
         pairs, held = part._modules.get("lora_A"), vars(part)
-        if not isinstance(pairs, nn.ModuleDict) or "_active_adapter" not in held:
+        if not isinstance(pairs, nn.ModuleDict) or not pairs or "_active_adapter" not in held:
             continue
         active = held["_active_adapter"]
         if set([active] if isinstance(active, str) else active) != set(pairs):
@@ -164,6 +168,8 @@ class ModuleSnapshot:
         ]
         self._seen: list[Any] = []
         self._states: tuple[State, ...] = ()
+        self._values: dict[tuple[int, str], set[Any]] = {}
+        """Values that each state has had besides the traced one: each is traced."""
 
     def modes(self) -> Modes:
         """Modes of the layer, after the check. RuntimeError where it has changed otherwise."""
@@ -189,6 +195,15 @@ class ModuleSnapshot:
                 raise RuntimeError(self._changed(names[part], f"had a plain {name} and has {found} now: set it"))
         self._states = modes_of(self._layer, self._traced).states
         self._seen = copy.deepcopy(values)
+        for state in self._states:
+            known = self._values.setdefault((state.part, state.name), set())
+            known.add(state.key)
+            if len(known) > MOST_VALUES:
+                where = ".".join(each for each in (self._path, names[self._all[state.part]], state.name) if each)
+                raise RuntimeError(
+                    f"{where} has had {len(known)} values, now {short(state.value)}, and the layer is traced again "
+                    "for each; keep what changes in every step outside of the layer"
+                )
 
     def _check(self, name: str, part: nn.Module, attributes: dict[str, Any]) -> None:
         now = vars(part)

@@ -25,16 +25,21 @@ _OVER = {
     **dict.fromkeys(("all", "count_nonzero", "softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"), 0),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "mode", "glu"), 0),
     **dict.fromkeys(("norm", "linalg_vector_norm", "topk", "kthvalue"), 1),
+    **dict.fromkeys((f"fft_{kind}{of}" for kind in ("fft", "ifft", "rfft", "irfft") for of in ("", "2", "n")), 1),
 }
 """Ops that run along some dimensions or all, and the place of these after the first argument."""
-_LAST = ("sort", "argsort", "mode", "glu", "topk", "kthvalue")
+_LAST = ("sort", "argsort", "mode", "glu", "topk", "kthvalue", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft")
 """Those of them that run along the last dimension where none is given."""
 _MOVES = {
     **dict.fromkeys(("select", "slice", "narrow", "unbind", "flip", "cat", "index_select", "gather", "unfold"), 0),
+    **dict.fromkeys(("concat", "concatenate"), 0),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), 0),
-    **dict.fromkeys(("roll", "slice_scatter", "select_scatter", "split", "split_with_sizes", "chunk"), 1),
+    **dict.fromkeys(
+        ("roll", "slice_scatter", "select_scatter", "split", "split_with_sizes", "chunk", "tensor_split"), 1
+    ),
 }
 """Ops that take or reorder elements along a dimension, and the place of that dimension after the first argument."""
+_JOINS = ("cat", "concat", "concatenate")
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 _APART = frozenset({
@@ -44,6 +49,8 @@ _APART = frozenset({
     *("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty"),
     *("empty_like", "rand_like", "randn_like", "bernoulli", "dropout", "native_dropout", "feature_dropout"),
     *("embedding", "one_hot", "bucketize", "fill", "copy", "prelu", "__and__", "__or__", "__xor__"),
+    *("broadcast_to", "swapdims", "real", "imag", "polar", "hardswish", "floor_divide"),
+    *("multiply", "divide", "subtract"),
     "oases.experts.default",
 })  # fmt: skip
 """Ops besides element-wise ones that keep the elements of every dimension apart."""
@@ -105,7 +112,7 @@ def _lengths_related(node: fx.Node) -> list[Any]:
     if name in _OVER:
         return [shape[dim] for dim in _dims(node, _OVER[name], -1 if name in _LAST else None, len(shape))]
     if name in _MOVES:
-        several = [_shape(each) for each in args[0]] if name == "cat" else [shape]
+        several = [_shape(each) for each in args[0]] if name in _JOINS else [shape]
         dims = _dims(node, _MOVES[name], 0, len(several[0]))
         kept = _shape(node)  # a slice of everything relates nothing
         if name == "slice" and kept and kept[dims[0]] == shape[dims[0]]:

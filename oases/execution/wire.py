@@ -262,7 +262,6 @@ def agreed_group(
     return group_name if code is None else add_wire(group, code)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:
     """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
     group = group_of(group_name)
@@ -271,6 +270,10 @@ def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str)
         known[caller, code] = agreed_group(group_name, caller, code, device)
     return known[caller, code]
 
+
+# As torch.compiler.assume_constant_result marks it, which would load the compiler for all who compile nothing: half
+# as long again as importing torch.
+agreed_at_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDictionary()
 """Groups of wires that ranks agreed on, by group."""

@@ -20,6 +20,9 @@ from oases.parallel.collectives import all_reduce
 from oases.parallel.embedding import require_range
 from oases.parallel.sharding import Cut
 
+IGNORED = -100
+"""Target without a loss, as in torch and transformers."""
+
 
 def _at_least_float(x: Tensor) -> Tensor:
     """In float32, or float64 if it is."""
@@ -74,7 +77,7 @@ def parallel_cross_entropy(
     targets: Tensor,
     *,
     process_group: ProcessGroup | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     vocabulary: int | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,

@@ -18,7 +18,7 @@ from oases.execution.group import ProcessGroup, group_name, group_of, group_rank
 from oases.parallel.expert_groups import averaging_group
 from oases.parallel.mesh import mesh_of
 from oases.parallel.precision import Originals, heed, is_low, master_of, needs_of, state_now
-from oases.parallel.replicas import replicas_of
+from oases.parallel.replicas import know_optimizer, replicas_of
 from oases.parallel.sharding import holders
 from oases.plans.plan import BUCKET_BYTES
 
@@ -84,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer of this rank's share: of master weights, and of parameters without."""
         heed(self)
         heed(self.inner)
+        know_optimizer(self.inner)
         self._note_copies()
         self.defaults = self.inner.defaults
         for each, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

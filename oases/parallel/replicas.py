@@ -147,6 +147,11 @@ def replicas_of(module: nn.Module) -> Replicas | None:
     return next((found for part in module.modules() if (found := _averaged.get(part)) is not None), None)
 
 
+def know_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Do not warn of an optimizer of master weights, which are of no model."""
+    _seen.add(optimizer)
+
+
 def _tell_of_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Warn once of an optimizer that updates parameters of averaging models and others: no wrapper may take both."""
     if optimizer in _seen:

@@ -132,7 +132,10 @@ class TrainingCallbacks:
     def _start(self) -> None:
         assert self._writer is not None
         start = time.perf_counter()
-        self._flush()
+        if self._log is not None:
+            self._log.sync()  # a run that resumes here appends to it
+        if self._scalars is not None:
+            self._scalars.flush()
         self._wait()  # before the copies: two at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
@@ -144,16 +147,10 @@ class TrainingCallbacks:
 
     def _remember(self) -> None:
         start = time.perf_counter()
-        self._flush()
-        self.trainer.remember()
-        self.memory_seconds += time.perf_counter() - start
-
-    def _flush(self) -> None:
-        """Write out what the logs have of earlier steps: a run that resumes here appends to them."""
-        if self._log is not None:
-            self._log.sync()
         if self._scalars is not None:
             self._scalars.flush()
+        self.trainer.remember()
+        self.memory_seconds += time.perf_counter() - start
 
     def _wait(self) -> None:
         """Wait for the pending checkpoint, and handle its failure by the policy."""

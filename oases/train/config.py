@@ -25,7 +25,6 @@ from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard, require_wandb
 from oases.train.model_options import Degrees, option, require_compiler, require_device, require_known, require_types
-from oases.train.model_stage import causal_configuration, weights_of
 from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
 from oases.train.tokenizer import load_tokenizer, require_rows
@@ -168,9 +167,12 @@ class TrainConfig(ExpertOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
         require_types(self)  # before a schedule file is read
+        weights = None
         if self.model is not None:
+            from oases.train.model_stage import weights_of  # loads the compiler, which the built-in GPT needs not
+
             self._take_sizes(self.model)
-        weights = None if self.model is None else weights_of(self.model)
+            weights = weights_of(self.model)
         require_adapters(self.lora_rank, self.lora_targets, self.model, weights)
         self._sort_list()
         super().__post_init__()
@@ -199,6 +201,8 @@ class TrainConfig(ExpertOptions):
 
     def _take_sizes(self, path: str) -> None:
         """Set the sizes to those of a transformers model. UsageError for options that it sets or cannot have."""
+        from oases.train.model_stage import causal_configuration
+
         found = causal_configuration(path)
         sizes = {
             "hidden": found.hidden_size, "layers": found.num_hidden_layers, "heads": found.num_attention_heads,

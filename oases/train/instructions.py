@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oases.autotp.pipeline.dataflow import IGNORED
 from oases.errors import UsageError
 from oases.files import parse_json, read_lines
 from oases.limits import short
+from oases.parallel.loss import IGNORED
 from oases.train.data import HOLD_OUT_EVERY
 from oases.train.tokenizer import AnyTokenizer
 

@@ -128,6 +128,7 @@ def require_new_trace(trace: str, *, new: bool) -> None:
 
 def _begin(path: Path, steps_done: int) -> None:
     """Truncate the trace to the steps before `steps_done`, at once: a process that is killed here loses none."""
+    path = path.resolve()
     aside = path.with_name(f".{path.name}.part")
     with Recorder(aside) as recorder:
         for row in replay(path) if path.is_file() and path.stat().st_size else ():

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,8 +78,11 @@ class StepLog:
 
     def sync(self) -> None:
         """Flush to disk, so that a run resumed from a checkpoint finds all steps before it."""
-        if self._file.seekable():  # no terminal or pipe
-            os.fsync(self._file.fileno())
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # no terminal or other device
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise unwritable("step log", self._path, error) from error
 
     def __enter__(self) -> StepLog:
         return self

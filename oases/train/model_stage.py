@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp import parallelize
-from oases.autotp.pipeline.dataflow import IGNORED
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration
+from oases.parallel.loss import IGNORED
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import StageMessages
 from oases.plans.plan import Plan

@@ -114,6 +114,7 @@ def test_other_ways_to_run_and_experts_that_stay_whole(two_ranks, changed, optio
         assert "mlp.shared_expert.down_proj.weight" in layers["row"]
 
 
+@pytest.mark.long
 def test_weights_are_cut_and_come_back(two_ranks, tmp_path):
     model = build("mixtral")
     oases.save_pretrained(model, tmp_path / "one")

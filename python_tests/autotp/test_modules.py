@@ -22,6 +22,7 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
+from oases.autotp.module_snapshot import MOST_VALUES, ModuleSnapshot, states_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -380,3 +381,16 @@ def _doubled(self, x, mask=None):
 )
 def test_what_is_done_to_models(two_ranks, way):
     assert max(two_ranks.run(in_other_ways, way)) < CLOSE
+
+
+def test_a_state_that_changes_in_every_step_is_told():
+    """Each value of it is traced, which takes seconds."""
+    layer = nn.Sequential(nn.Linear(2, 2))
+    layer[0]._count = 0
+    snapshot = ModuleSnapshot(layer, "layers.1", states_of(layer))
+    for number in range(MOST_VALUES + 1):
+        layer[0]._count = number
+        assert len(snapshot.modes().states) == (number > 0)
+    layer[0]._count += 1
+    with pytest.raises(RuntimeError, match=r"layers\.1\.0\._count has had 17 values, now 17, .* outside of"):
+        snapshot.modes()

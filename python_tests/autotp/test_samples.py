@@ -33,6 +33,9 @@ RELATED = {
     "put": lambda x: x.index_put((torch.zeros(1, dtype=torch.long),), x[:1] * 2),
     "halves": lambda x: x.unflatten(0, (2, -1)).sum(0).repeat(2, 1, 1),
     "chunks": lambda x: sum(x.chunk(2)).repeat(2, 1, 1),
+    "joined": lambda x: torch.concat((x[1:], x[:1])),
+    "parts": lambda x: torch.concat(x.tensor_split(2)[::-1]),
+    "frequencies": lambda x: torch.fft.fftn(x).real,
     "convolution": lambda x: F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1).permute(2, 0, 1),
     "norm": lambda x: F.layer_norm(x, x.shape),
     "number of samples": lambda x: x / x.shape[0],
@@ -53,6 +56,9 @@ APART = {
         x.transpose(1, 2), torch.zeros(WIDTH), torch.ones(WIDTH)
     ).transpose(1, 2),
     "tokens": lambda x: x[:, torch.tensor([1, 0, 3, 2, 4])],
+    "joined": lambda x: torch.concat(x.tensor_split(2, -1)[::-1], -1),
+    "broadcast": lambda x: torch.multiply(x, torch.broadcast_to(x[..., :1], x.shape)),
+    "frequencies": lambda x: torch.fft.fft(x).real + torch.fft.fftn(x, dim=(1, 2)).imag,
     "chunks": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1) * x.split([8, 8], -1)[0].repeat(1, 1, 2),
     "convolution": lambda x: F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)
     .transpose(1, 2),

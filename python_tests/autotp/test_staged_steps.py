@@ -17,7 +17,8 @@ class Tagger(nn.Module):
     """Language model of no library. kind: how its loss takes the targets.
 
     "positional": named `targets`. "two": a second loss over one label a sample. "masked": labels left out by a mask.
-    "own": the tokens themselves, and those of number 0 are padding.
+    "own": the tokens themselves, and those of number 0 are padding. "length": the number of tokens stands for no
+    target, as in question answering. "no mean": of all places, with zeros for those that are left out.
     """
 
     def __init__(self, kind="positional", layers=4):
@@ -36,6 +37,10 @@ class Tagger(nn.Module):
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
         if self.kind == "masked":
             targets = targets.masked_fill(mask == 0, -100)
+        if self.kind == "length":
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=tokens.shape[1])
+        if self.kind == "no mean":
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").mean()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.kind == "two":
             loss = loss + F.cross_entropy(self.rater(h[:, 0]), ratings)
@@ -48,7 +53,8 @@ def tagged(kind="positional", samples=8, length=5, seed=0, left_out=True):
     tokens = torch.randint(1, WORDS, (samples, length), generator=generator)
     targets = torch.randint(WORDS, (samples, length), generator=generator)
     for sample in range(samples if left_out else 0):
-        (tokens if kind == "own" else targets)[sample, 2 + sample % (length - 2) :] = 0 if kind == "own" else -100
+        left = {"own": 0, "length": length}.get(kind, -100)
+        (tokens if kind == "own" else targets)[sample, 2 + sample % (length - 2) :] = left
     more = {
         "two": {"ratings": torch.randint(3, (samples,), generator=generator)},
         "masked": {"mask": torch.ones(samples, length, dtype=torch.int64)},
@@ -117,6 +123,18 @@ def weighed(kind, shape):
     model.oases_pipeline.close()
 
 
+def of_lengths():
+    """The target that is ignored differs in each batch."""
+    plain, model = pair("length", (2, 1, 1))
+    for length in (5, 9, 5):
+        compare(plain, model, (2, 1, 1), tagged("length", length=length))
+    model.oases_pipeline.close()
+
+
+def test_ignored_targets_may_depend_on_the_batch(two_ranks):
+    two_ranks.run(of_lengths)
+
+
 def refused():
     """Errors of losses that no weights of micro-batches make right."""
     shape, texts = (2, 1, 1), {}
@@ -126,6 +144,11 @@ def refused():
     texts["two"] = said(lambda: model.train_step(*args, **kwargs))
     texts["items"] = said(lambda: model.train_step(*args, **kwargs, num_items_in_batch=7))
     model.oases_pipeline.close()
+    plain, other = pair("no mean", shape)
+    compare(plain, other, shape, tagged("no mean", left_out=False))
+    args, kwargs = mine(other, shape, tagged("no mean"))
+    texts["no mean"] = said(lambda: other.train_step(*args, **kwargs))
+    other.oases_pipeline.close()
     _, masked = pair("masked", shape)
     args, kwargs = mine(masked, shape, tagged("masked"))
     texts["masked"] = said(lambda: masked.train_step(*args, **kwargs))
@@ -137,6 +160,7 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
     for texts in two_ranks.run(refused):
         assert "a sum of 2 cross entropies" in texts["two"]
         assert "leave num_items_in_batch out" in texts["items"]
+        assert "the loss is no plain mean of a cross entropy, and micro-batches" in texts["no mean"]
         assert "the loss leaves out labels by another input" in texts["masked"]
 
 
@@ -169,6 +193,22 @@ def frozen_shards(option):
     return losses, said(lambda: model.train_step(*args))
 
 
+def frozen_tied():
+    """A table that the last stage has, too, frozen where the first stage alone sees it."""
+    model = oases.parallelize(build("gpt2", **sizes("gpt2", 4)), mesh=mesh_of(2, 1, 1), micro_batches=2)
+    data = shares(batch("gpt2"), (2, 1, 1), model)
+    model.train_step(**data)
+    model.get_input_embeddings().requires_grad_(False)
+    return said(lambda: model.train_step(**data))
+
+
+@pytest.mark.long
+def test_freezing_what_one_stage_alone_sees_ends_on_all(two_ranks):
+    first, last = two_ranks.run(frozen_tied)
+    assert "transformer.wte.weight among them, which other stages have" in first
+    assert last != "nothing was raised"
+
+
 @pytest.mark.parametrize("option", ["fsdp", "zero"])
 def test_freezing_sharded_parameters_is_refused(two_ranks, option):
     for losses, text in two_ranks.run(frozen_shards, option):
@@ -186,11 +226,13 @@ def dropped(pipeline):
     return losses
 
 
+@pytest.mark.long
 def test_masks_depend_on_no_division_into_stages(two_ranks):
     expected = two_ranks.run(dropped, "gpipe")
     assert two_ranks.run(dropped, "interleaved") == expected
 
 
+@pytest.mark.long
 def test_lists_of_layers_have_masks_of_their_own():
     model = oases.parallelize(build("t5"))
     offsets = [each.runner.stack.first_block for each in model.oases_partition.layers]

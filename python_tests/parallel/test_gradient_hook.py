@@ -13,9 +13,10 @@ import oases
 from oases.errors import UsageError
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.replicas import average_replicas
-from oases.train import TrainConfig, Trainer
+from oases.train.config import TrainConfig
 from oases.train.model_options import Degrees
 from oases.train.plan import Run
+from oases.train.trainer import Trainer
 
 
 def model_and_batch():

@@ -16,7 +16,7 @@ from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import autotune
 from oases.parallel.tunings import Choice, Tunings, lossy_wires
 from oases.schedule import generate
-from oases.train import TrainConfig
+from oases.train.config import TrainConfig
 from oases.train.model_options import Degrees
 from oases.train.plan import Run
 

@@ -195,6 +195,8 @@ HOSTILE = {
     "another shard": (with_another_shard, "holds something else|cannot be read"),
     "format": (with_a_field(format="3"), "format is '3'"),
     "step": (with_a_field(step=True), "step is True"),
+    "learning rate": (with_a_field(learning_rate="x"), RECORD),
+    "large learning rate": (with_a_field(learning_rate=10**400), "learning_rate is 1000"),
     "step of another": (with_a_field(step=400), "step is 400 in step-000004"),
     "negative updates": (with_a_field(updates=-5), "updates is -5"),
     "config": (with_a_field(config=[1]), "config is"),

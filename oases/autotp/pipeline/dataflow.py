@@ -22,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 from oases.autotp.export import running_without_data
 from oases.autotp.layers import Inputs, complete_inputs
 from oases.errors import UsageError
+from oases.parallel.loss import IGNORED
 
-IGNORED = -100
-"""Label without a loss, as in transformers and torch."""
+_MEAN = 1
+"""torch's number of the reduction "mean"."""
 _CROSS_ENTROPIES = (
     torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default,
     torch.ops.aten.nll_loss.default, torch.ops.aten.nll_loss_nd.default,
@@ -77,12 +78,13 @@ class Targets:
     """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where several make them.
 
     shifted: whether the first one of each sample is left out, as by a causal model, which predicts each token from
-    those before it. ignored: target without a loss.
+    those before it. ignored: target without a loss. mean: the loss is their mean; the model's code makes another one.
     """
 
     leaf: int
     shifted: bool
     ignored: int
+    mean: bool
 
     def count(self, given: Tensor) -> int:
         """Number of targets with a loss in an input."""
@@ -242,7 +244,8 @@ class DataflowRecorder(TorchDispatchMode):
                 target, leaf = self._copies[id(args[1])]
                 ignored = args[4] if len(args) > 4 else IGNORED
                 with _disable_current_modes():
-                    self._targets[Targets(leaf, bool((target == IGNORED).all()), ignored)] = None
+                    shifted = bool((target == IGNORED).all())
+                self._targets[Targets(leaf, shifted, ignored, len(args) < 4 or args[3] == _MEAN)] = None
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if tensors and all(id(each) in self._copies for each in tensors) and isinstance(result, Tensor):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oases.autotp.export import take_dtypes
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
-from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
+from oases.autotp.pipeline.dataflow import Dataflow, dataflow_of
 from oases.autotp.pipeline.fsdp import OuterWeights, shard_weights
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
@@ -27,6 +27,7 @@ from oases.parallel.collectives import all_reduce
 from oases.parallel.expert_groups import averaged_parts
 from oases.parallel.fsdp import FsdpUnit, local
 from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.loss import IGNORED
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
 from oases.parallel.sharded_gradients import ShardedGradientAverager
@@ -83,6 +84,8 @@ class PipelineTraining:
             )  # fmt: skip
         else:
             self._average = self._averager()
+        self._tied: dict[str, bool] = {}
+        """Parameters of this stage that others have, too, by name: whether they are trained."""
         self._shared, self._trained = self._share(), self._trainable()
 
     def _share(self) -> list[tuple[nn.Parameter, str]]:
@@ -92,6 +95,8 @@ class PipelineTraining:
         for name, stages in sorted(self._division.holders.items()):
             if len(stages) > 1:
                 group = self.mesh.peers(sorted(stages))  # collective: on all ranks, in the same order
+                if name in here:
+                    self._tied[name] = here[name].requires_grad
                 if name in here and here[name].requires_grad:
                     found.setdefault(id(here[name]), (here[name], group))
         return list(found.values())
@@ -118,6 +123,7 @@ class PipelineTraining:
         micro-batches.
         """
         batches, weights = self._split(args, kwargs)
+        self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
         before = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
@@ -179,13 +185,16 @@ class PipelineTraining:
         form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
         dtype = self._dtype or next(self._model.parameters()).dtype
         key = (str(tree), str(form), self._model.training, dtype)
-        if key not in self._flows:
+        sizes = (*key, str([each.shape for each in found if isinstance(each, Tensor)]))
+        if key not in self._flows and sizes not in self._flows:
             self._twin.train(self._model.training)
             take_dtypes(self._twin, self._model)
             self._units.forget_shapes()
             flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
-            self._flows[key] = (flow, Crossings.of(flow, self._division))
-        return self._flows[key]
+            # transformers' question answering ignores targets of the sequence's length.
+            known = sizes if any(each.ignored >= 0 for each in flow.targets) else key
+            self._flows[known] = (flow, Crossings.of(flow, self._division))
+        return self._flows[key if key in self._flows else sizes]
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[MicroBatch], Tensor]:
         """Micro-batches, and the share of each one's mean loss in the step's."""
@@ -212,22 +221,28 @@ class PipelineTraining:
             for each in found
         ]
         batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
-        self._renew([(tuple(each.shape), each.dtype) for each in found if isinstance(each, Tensor)])
-        return batches, self._shares(cut, self._flow_of(batches[0])[0])
-
-    def _renew(self, shapes: list[Any]) -> None:
-        """Follow what has changed since the last step: shapes of the batch, and which parameters are trained."""
+        shapes = [(tuple(each.shape), each.dtype) for each in found if isinstance(each, Tensor)]
         if self._shapes not in (None, shapes) and self.messages is not None:
             self.messages.renew()
         self._shapes = shapes
+        return batches, self._shares(cut, self._flow_of(batches[0])[0])
+
+    def _follow_trained(self) -> None:
+        """Average the gradients of the parameters that are trained now. UsageError where that cannot be."""
         trained = self._trainable()
         if trained == self._trained:
             return
+        here, why = dict(self._model.named_parameters(remove_duplicate=False)), ""
         if isinstance(self._average, ShardedGradientAverager):
-            raise UsageError(
-                "parameters were frozen, unfrozen or replaced after parallelize(), which sharded weights and "
-                "optimizer state cannot follow; do so before parallelize(), or leave out fsdp and zero"
+            why = (
+                "which sharded weights and optimizer state cannot follow; do so before it, or leave out fsdp and zero"
             )
+        elif changed := [name for name, before in self._tied.items() if here[name].requires_grad != before]:
+            why = f"{changed[0]} among them, which other stages have, too; do so before it"
+        if why:
+            self.close()  # other stages, which may have none of them, get an error
+            raise UsageError(f"parameters were frozen, unfrozen or replaced after parallelize(), {why}")
+        assert isinstance(self._average, GradientAverager), "sharded ones are refused"
         self._average.remove()
         self._average, self._shared, self._trained = self._averager(), self._share(), trained
 
@@ -285,12 +300,15 @@ class PipelineTraining:
                 "loss; leave such samples out, or take fewer micro_batches"
             )
         shares = counts * self._replicas / total[:-1, None]
-        apart = (shares - shares[0]).abs().max()
-        if len(shares) > 1 and all_reduce(apart.to(self._device), self._data, "labels", largest=True) > 1e-9:
+        means = all(each.mean for each in flow.targets)
+        wanted = shares[:1] if means else torch.full((1, 1), 1 / number, dtype=torch.float64)
+        apart = (shares - wanted).abs().max().to(self._device)
+        if (len(shares) > 1 or not means) and all_reduce(apart, self._data, "labels", largest=True) > 1e-9:
+            what = f"a sum of {len(shares)} cross entropies" if means else "no plain mean of a cross entropy"
             raise UsageError(
-                f"the loss is a sum of {len(shares)} cross entropies, and the numbers of their labels are in other "
-                f"proportions in each micro-batch; give every sample as many labels that are not "
-                f"{flow.targets[0].ignored}, or take micro_batches=1"
+                f"the loss is {what}, and micro-batches, or replicas, have other numbers of labels: here "
+                f"{counts.long().tolist()}; give each as many that are not {flow.targets[0].ignored}, or take one "
+                "micro-batch and replica"
             )
         return shares[0]
 

@@ -108,6 +108,8 @@ class Metadata:
             number = getattr(self, name)
             if isinstance(number, bool) or not 0 <= number < 2**63:
                 raise ValueError(f"{name} is {short(number)}")
+        if isinstance(self.learning_rate, bool) or not abs(self.learning_rate) < 1e300:
+            raise ValueError(f"learning_rate is {short(self.learning_rate)}")
         if folder.startswith("step-") and folder[5:].isdecimal() and int(folder[5:]) != self.step:
             raise ValueError(f"step is {self.step} in {folder}")
         optimizer = {"class": str, "groups": list, "numbers": dict}
