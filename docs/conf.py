@@ -70,9 +70,12 @@ class CommandLine(SphinxDirective):
         """Sections, one per command."""
         found: list[nodes.Node] = []
         for name, parser in all_commands():
+            lines = list(command_lines(parser))
+            if sum(line.startswith("- `") for line in lines) < 2:  # a parser that is not filled has --json alone
+                raise self.error(f"oases {name} has no options of its own here: its parser was not filled")
             section = nodes.section(ids=[nodes.make_id(f"oases {name}")])
             section += nodes.title(text=f"oases {name}")
-            self.state.nested_parse(StringList(list(command_lines(parser))), 0, section)
+            self.state.nested_parse(StringList(lines), 0, section)
             found.append(section)
         return found
 

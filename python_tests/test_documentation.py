@@ -1,6 +1,5 @@
 """README and docs: code blocks run, commands parse, links and figures hold."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -110,14 +109,3 @@ def test_classes_and_files_that_a_page_names_exist(page):
 def test_the_reference_has_every_public_name():
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     assert set(re.findall(r":: oases\.(\w+)$", page, re.MULTILINE)) == set(oases.__all__) - {"__version__"}
-
-
-def test_the_reference_has_the_options_of_every_command():
-    pytest.importorskip("sphinx")  # of `make docs`
-    spec = importlib.util.spec_from_file_location("configuration_of_docs", ROOT / "docs" / "conf.py")
-    configuration = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(configuration)
-    found = {name: "".join(configuration.command_lines(parser)) for name, parser in configuration.all_commands()}
-    assert "`--zero`: shard gradients" in found["train"]
-    assert "`--no-zero`: exclude" in found["plan"]
-    assert all("`--json FILE`" in text for text in found.values())
