@@ -11,6 +11,7 @@ computed is the same under every placement, so the losses have to be the same.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -142,9 +143,11 @@ def run_mixture_bench(config: MixtureBenchConfig, ranks: Ranks, shows: bool) -> 
     with progress("steps", len(loads) * steps, shows and first_rank()) as advance:
         for at, load in enumerate(loads):
             runs = {method: _Run(config, method, load) for method in config.parse_list("methods", METHODS)}
+            order = deque(runs.values())
             for done in range(steps):
-                for run in runs.values():
+                for run in order:
                     run.step(counts=done >= config.warmup)
+                order.rotate(1)  # what runs before a step has a part in how long it takes
                 advance(at * steps + done + 1)
             result[load] = _rows(runs)
     return result

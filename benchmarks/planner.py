@@ -26,6 +26,7 @@ from oases.errors import UsageError
 from oases.profile.config import OverlapConfig, ProfileConfig
 from oases.profile.overlap import OverlapBench
 from oases.profile.run import Surroundings, run_profile
+from oases.simulator import simulate
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import write
 from oases.terminal import console, percent, progress, table
@@ -33,7 +34,7 @@ from oases.testbed import with_nodes
 from oases.train.config import option, settings
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, signed_percent
-from oases_bench.overlap_predictions import predicted
+from oases_bench.overlap_predictions import costs_of
 
 SCHEDULES = ("sync", "cross_pass", "oases")
 APART = 0.05
@@ -121,7 +122,8 @@ def _named(config: OverlapConfig) -> str:
 
 def predicted_seconds(config: OverlapConfig, name: str, hardware: Hardware, tp: int) -> float:
     """Simulated seconds of a schedule of an overlap benchmark."""
-    return predicted(config, config.contestant(name)[0], hardware, tp).total_seconds
+    schedule = config.contestant(name)[0]
+    return simulate(schedule, costs_of(config, schedule, hardware, tp)).total_seconds
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

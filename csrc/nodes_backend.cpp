@@ -215,6 +215,19 @@ NodesBackend::Work NodesBackend::allreduce_coalesced(Tensors& tensors,
       });
 }
 
+// A step of the machine's ranks alone, so that a difference is an error of all before any has sent to other machines.
+void NodesBackend::compare(Description own, std::chrono::milliseconds timeout) {
+  constexpr int64_t kBytes = sizeof own;
+  at::Tensor one = at::from_blob(&own, {kBytes}, at::kByte).clone();
+  at::Tensor all = at::empty({local_->getSize(), kBytes}, at::kByte);
+  local_->_allgather_base(all, one, waited_for<c10d::AllgatherOptions>(timeout))->wait();
+  const auto* const calls = reinterpret_cast<const Description*>(all.const_data_ptr());
+  const auto& here = ranks_[across_->getRank()];
+  for (size_t rank = 1; rank < here.size(); ++rank)
+    TORCH_CHECK_VALUE(alike(calls[rank], calls[0]), difference(calls[0], static_cast<int>(here[0]),
+                                                               calls[rank], static_cast<int>(here[rank])));
+}
+
 NodesBackend::Work NodesBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) {
   const auto check = [this, output, input] {
@@ -231,9 +244,10 @@ NodesBackend::Work NodesBackend::_allgather_base(at::Tensor& output, at::Tensor&
       Tensors source{of_place[node]};
       local_->allgather(targets, source, waited_for<c10d::AllgatherOptions>(timeout))->wait();
     };
+    compare({kAllGather, static_cast<int32_t>(input.scalar_type()), -1, -1, own.numel()}, timeout);
     of_place[here].copy_(own);
-    give(here);
     Exchange exchange(*this, Tensors(of_place.size(), own), of_place);
+    give(here);
     exchange.wait(timeout);
     for (int node = 0; node < across_->getSize(); ++node)
       if (node != here) give(node);

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "descriptions.h"
 #include "staged_backend.h"
 #include "worker.h"
 
@@ -72,6 +73,8 @@ class NodesBackend : public c10d::Backend {
   // check: raises where this rank cannot make the call; the machine's others then raise that, too.
   Work enqueue(c10d::OpType type, const char* name, Tensors outputs, std::chrono::milliseconds timeout,
                std::function<void()> check, std::function<void()> run);
+  // Raises ValueError on all ranks of this machine where their calls differ.
+  void compare(Description own, std::chrono::milliseconds timeout);
   // What the worker waits for from now on, or null. Raises DistBackendError once the group was aborted.
   void note_wait(Work message);
   void add_parts(const at::Tensor& own, const at::Tensor& parts, const at::Tensor& sum,

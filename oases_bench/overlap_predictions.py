@@ -13,6 +13,7 @@ from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
 from oases.schedule import Schedule
 from oases.simulator import simulate
+from oases.simulator.cost import StackCosts
 from oases.simulator.drawing import Section, draw_timelines, write_page
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.timeline import Timeline
@@ -34,11 +35,28 @@ def model_of(config: OverlapConfig) -> ModelShape:
     return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
 
 
-def predicted(config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none") -> Timeline:
-    """One step of a schedule, as the simulator says. wire: name of the type in which sums are sent."""
+def costs_of(
+    config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none", slower: float = 1.0
+) -> StackCosts:
+    """Costs of one step of a schedule. wire: name of the type in which sums are sent. slower: factor of compute."""
     model = model_of(config)
     kinds = [model.kind_of(block) for block in range(model.num_blocks)]
-    return simulate(schedule, stack_costs(hardware, model, kinds, tp, config.batch, schedule, wire))
+    costs = stack_costs(hardware, model, kinds, tp, config.batch, schedule, wire)
+    forward, backward = costs.overhead
+    return replace(
+        costs,
+        times=tuple(each.scaled(slower) for each in costs.times),
+        overhead=(slower * forward, slower * backward),
+    )
+
+
+def slowdown(bench: OverlapBench, result: Result, hardware: Hardware, tp: int) -> float:
+    """Compute alone as it was measured in this run over that of the profile, which another hour's machine gave."""
+    alone = [
+        simulate(schedule, replace(costs_of(bench.config, schedule, hardware, tp), collectives={})).total_seconds
+        for schedule in bench.compute_alone.values()
+    ]
+    return float(result["compute_seconds"]) / min(alone)
 
 
 def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> None:
@@ -48,21 +66,29 @@ def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> N
 
 
 def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
-    """Add `predicted_seconds` to every schedule of a result; return the steps. Called on every rank."""
-    steps = []
+    """Add predictions to every schedule of a result; return the steps. Called on every rank.
+
+    predicted_seconds: by the profile. predicted_at_speed_seconds: with its compute scaled to compute alone in this
+    run, since a shared machine is faster in one hour than in another; what is left is the simulator's own error.
+    """
+    steps, tp = [], dist.get_world_size()
+    result["compute_over_profile"] = slower = slowdown(bench, result, hardware, tp)
     names = {wire: name for name, wire in WIRE_DTYPES.items()}
     for name, schedule in bench.schedules.items():
         wire = names[bench.wire_dtypes.get(name)]
-        found = predicted(bench.config, schedule, hardware, dist.get_world_size(), wire)
+        found = simulate(schedule, costs_of(bench.config, schedule, hardware, tp, wire))
+        at_speed = simulate(schedule, costs_of(bench.config, schedule, hardware, tp, wire, slower)).total_seconds
         row = result["schedules"][name]
         row["predicted_seconds"] = found.total_seconds
         row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1
+        row["predicted_at_speed_seconds"] = at_speed
+        row["prediction_error_at_speed"] = at_speed / row["step_seconds"] - 1
         spans = tuple(replace(span, lane="link") if span.lane != "compute" else span for span in found.spans)
         steps.append(StepComparison(name, bench.timeline(name), replace(found, spans=spans, held=())))
     return steps
 
 
-PREDICTION_COLUMNS = ("schedule", "measured", "predicted", "error")
+PREDICTION_COLUMNS = ("schedule", "measured", "predicted", "error", "at this run's speed", "error")
 
 
 def prediction_rows(result: Result) -> list[tuple[str, ...]]:
@@ -73,6 +99,8 @@ def prediction_rows(result: Result) -> list[tuple[str, ...]]:
             milliseconds(row["step_seconds"]),
             milliseconds(row["predicted_seconds"]),
             signed_percent(row["prediction_error"]),
+            milliseconds(row["predicted_at_speed_seconds"]),
+            signed_percent(row["prediction_error_at_speed"]),
         )
         for name, row in result["schedules"].items()
     ]

@@ -163,6 +163,12 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda group: dist.all_gather_into_tensor(torch.ones(32), torch.ones(8), group),
         lambda group: dist.all_gather_into_tensor(torch.ones(16), torch.ones(4), group),
     ),
+    "a gather of another type": (
+        lambda group: dist.all_gather_into_tensor(
+            torch.ones(16, dtype=torch.int), torch.ones(4, dtype=torch.int), group
+        ),
+        lambda group: dist.all_gather_into_tensor(torch.ones(16), torch.ones(4), group),
+    ),
 }
 """Calls of one rank and of the others."""
 

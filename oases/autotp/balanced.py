@@ -280,11 +280,13 @@ def expert_options(
     degree: int | None,
     placement: str,
     wire: WireType | None,
+    *,
+    sharded: bool = False,
 ) -> ExpertOptions:
     """Options of balanced experts of a mesh. Collective: creates the groups.
 
-    stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. UsageError for an
-    unknown placement and a degree that does not fit.
+    stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. sharded: with fsdp or
+    zero over the replicas of a stage. UsageError for an unknown placement and a degree that does not fit.
     """
     if placement not in METHODS:
         raise UsageError(f"unknown placement {placement!r}; known are {', '.join(METHODS)}")
@@ -300,4 +302,4 @@ def expert_options(
         stages = [mesh.mesh.permute(known).flatten().tolist()]
     else:
         stages = [[0] if group is None else dist.get_process_group_ranks(group)]
-    return ExpertOptions(expert_groups(stages, group_size(group), degree), placement, wire)
+    return ExpertOptions(expert_groups(stages, group_size(group), degree, sharded=sharded), placement, wire)

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.backward_code import code_of_backward
-from oases.autotp.cache import call_layer, is_layer_cache
-from oases.autotp.module_snapshot import Modes, assigned_attributes, unrecorded
+from oases.autotp.cache import is_layer_cache
+from oases.autotp.module_snapshot import Modes, traced_as_run, unrecorded
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -29,12 +29,17 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
+from oases.autotp.watched_call import CallCounter, WatchedCall
 from oases.errors import UsageError
 from oases.parallel.fsdp import COMPUTED_IN
 
 
 class UnsplittableError(Exception):
     """A layer, or a pair of linears in it, cannot be sharded; the message gives the reason."""
+
+
+class TooLongError(UnsplittableError):
+    """A layer has more calls than its trace may have (MOST_CALLS), whatever lengths vary."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +81,6 @@ class Exported:
 def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and tree of a call's arguments; kwargs in alphabetical order."""
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-
-
-def changed_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], list[str]]:
-    """Function that returns the arguments whose lists, dicts and the like have got other items since this call."""
-    given: dict[str, Any] = {**{f"argument {at}": each for at, each in enumerate(args)}, **kwargs}
-    before = {name: pytree.tree_flatten(each) for name, each in given.items()}
-
-    def since() -> list[str]:
-        found = []
-        for name, each in given.items():
-            (now, tree), (then, was) = pytree.tree_flatten(each), before[name]
-            if tree != was or any(one is not other for one, other in zip(now, then, strict=True)):
-                found.append(f"items of {name}")
-        return found
-
-    return since
 
 
 @dataclass(frozen=True)
@@ -220,10 +209,10 @@ def export(
         shapes = pytree.tree_map(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
-    changed: list[str] = []
-    call = _Call(layer, changed)
+    changed, counter = list[str](), CallCounter()
+    call = WatchedCall(layer, changed, counter)
     try:
-        with quiet(), unrecorded(layer), code_of_backward() as lost:
+        with quiet(), unrecorded(layer), traced_as_run(layer), code_of_backward() as lost:
             program = torch.export.export(
                 call,
                 (args, kwargs),
@@ -231,7 +220,13 @@ def export(
                 dynamic_shapes=None if shapes is None else {"args": shapes[0], "kwargs": shapes[1]},
             )
     except Exception as error:  # a model's forward or torch.export may raise anything; keep the reason
-        raise _untraceable(type(layer).__name__, error) from error
+        if not counter.over:
+            raise _untraceable(type(layer).__name__, error) from error
+    if counter.over:
+        raise TooLongError(
+            f"{type(layer).__name__} calls more than {counter.most} functions of torch, whose trace would take "
+            "minutes: a trace unrolls loops (over tokens, say); make the loop one op by torch.library.custom_op"
+        )
     if changed:
         raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed)} in its forward")
     if lost():
@@ -267,27 +262,6 @@ def _apart(value: Any) -> Any:
 
 def _is_dimensions(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, int) for key in value)
-
-
-class _Call(nn.Module):
-    """A layer called with its arguments as two trees, whose order export keeps.
-
-    changed: gets the names of the attributes and arguments that the call changes; export puts attributes back.
-    """
-
-    def __init__(self, layer: nn.Module, changed: list[str]) -> None:
-        super().__init__()
-        self.layer = layer
-        self.changed = changed
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call_layer(self._watched, args, kwargs)
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        assigned, changed = assigned_attributes(self.layer), changed_arguments(args, kwargs)
-        result = self.layer(*args, **kwargs)
-        self.changed.extend([*assigned(), *changed()])
-        return result
 
 
 def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:

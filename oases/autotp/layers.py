@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oases.autotp.export import changed_arguments, leaves, running_without_data, without_data
+from oases.autotp.export import leaves, running_without_data, without_data
 from oases.autotp.module_snapshot import activate_adapters, assigned_attributes
+from oases.autotp.watched_call import changed_arguments
 from oases.errors import UsageError
 from oases.graph.trace.configuration import sample_inputs
 

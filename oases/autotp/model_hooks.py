@@ -8,7 +8,6 @@ import zlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
@@ -16,7 +15,7 @@ from oases.autotp.preconditions import checkpoints
 from oases.errors import UsageError
 from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.failure import monitor_of
-from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.execution.group import ProcessGroup, all_gather_objects, group_name, group_of, group_size, scheduler_of
 from oases.execution.piece import BlockParameters, default_generators
 from oases.execution.propagation import watch_passes
 
@@ -141,11 +140,7 @@ class ModelHooks:
         counter.
         """
         if self.seed is None:
-            group = group_of(self._group)
-            said: list[Any] = [torch.initial_seed()] * max(1, group_size(group))
-            if group is not None:
-                dist.all_gather_object(said, torch.initial_seed(), group=group)
-            self.seed = said[0]
+            self.seed = all_gather_objects(torch.initial_seed(), group_of(self._group))[0]
         self.calls += 1
         return zlib.crc32(f"{self.seed} {self.calls}".encode())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,28 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
     finally:
         for part, hooks in found:
             part._forward_hooks.update(hooks)
+
+
+_ASKED = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
+"""Functions that transformers' layers import to ask whether they are exported."""
+
+
+@contextmanager
+def traced_as_run(module: nn.Module) -> Iterator[None]:
+    """Context in which layers of transformers are traced as they run, not in the form that some have for exporting.
+
+    That form avoids ops which other runtimes lack, and solves a triangular system in a thousand ops instead of one.
+    """
+    files = [sys.modules.get(name) for name in sorted({type(part).__module__ for part in module.modules()})]
+    asking = [vars(file) for file in files if hasattr(file, _ASKED[0])]
+    before = [{name: names[name] for name in _ASKED if name in names} for names in asking]
+    for names, functions in zip(asking, before, strict=True):
+        names.update(dict.fromkeys(functions, bool))  # bool() is False
+    try:
+        yield
+    finally:
+        for names, functions in zip(asking, before, strict=True):
+            names.update(functions)
 
 
 @dataclass(frozen=True)
@@ -267,8 +290,8 @@ def look_of(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]
         (
             path,
             type(part),
-            tuple((name, comparison_key(v)) for name, v in sorted(vars(part).items())
-                  if not name.startswith("_") and (path, name) not in ignored and name != "training"),
+            tuple((name, None if (path, name) in ignored else comparison_key(v))
+                  for name, v in sorted(vars(part).items()) if not name.startswith("_") and name != "training"),
             tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
                   for name, p in part._parameters.items() if p is not None),
             tuple((name, tuple(b.shape), b.dtype) for name, b in part.named_buffers(recurse=False)),
@@ -278,10 +301,10 @@ def look_of(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]
 
 
 def indices_in(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Attributes that hold the layer's index."""
-    counting: set[tuple[str, str]] | None = None
+    """Attributes that hold the layer's index in every layer that has them, which may be those of one kind alone."""
+    counting: dict[tuple[str, str], bool] = {}
     for at, module in enumerate(modules):
-        mine = {(path, name) for path, part in module.named_modules() for name, v in vars(part).items()
-                if type(v) is int and v == at}  # fmt: skip
-        counting = mine if counting is None else counting & mine
-    return counting or set()
+        for path, part in module.named_modules():
+            for name, value in vars(part).items():
+                counting[path, name] = counting.get((path, name), True) and type(value) is int and value == at
+    return {key for key, counts in counting.items() if counts}

@@ -92,10 +92,11 @@ def parallelize(
     `load_weights`) to `device`; None: the mesh's device, or the CPU. Without weights this rank's part of the model is
     moved to `device`, where it is given. pipeline, micro_batches: of a mesh with "pp":
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
-    fsdp, zero: shard gradients and optimizer state over its "dp", with fsdp weights, too; without "pp" zero shards
-    optimizer state alone. dtype: of weights and activations; bfloat16 has float32 masters and gradients. Make the
-    optimizer by `oases.make_optimizer`, which heeds both. compile: backend of torch.compile for the blocks of layers,
-    such as inductor; None for eager. experts: "sharded" over tensor-parallel ranks, whose results are summed, or
+    fsdp, zero: shard gradients and optimizer state over its "dp", balanced experts over the ranks that have the same
+    ones, with fsdp weights, too; without "pp" zero shards optimizer state alone. dtype: of weights and activations;
+    bfloat16 has float32 masters and gradients. Make the optimizer by `oases.make_optimizer`, which heeds both.
+    compile: backend of torch.compile for the blocks of layers, such as inductor; None for eager.
+    experts: "sharded" over tensor-parallel ranks, whose results are summed, or
     "balanced": divided over expert_parallel ranks of "dp" x "tp" (None: all of them), to which tokens are sent, and
     busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
@@ -247,20 +248,15 @@ def _expert_options(
         return None
     if compile is not None:
         raise UsageError("experts='balanced' does not run with compile; leave one of them out")
-    found = expert_options(
+    return expert_options(
         mesh,
         None if steps is None else steps.mesh,
         group,
         degree,
         placement,
         None if wire == AUTO_LOSSY else wire_type(wire),
+        sharded=steps is not None and steps.shards,
     )
-    if steps is not None and steps.shards and found.groups.degree != group_size(group):
-        raise UsageError(
-            f"experts='balanced': fsdp and zero with stages shard over replicas, and expert_parallel "
-            f"{found.groups.degree} is not the tensor-parallel degree; give expert_parallel={group_size(group)}"
-        )
-    return found
 
 
 def _train_in_stages(

@@ -17,7 +17,7 @@ from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import LayerList, first_leaf
 from oases.autotp.program import LayerSignature
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size, resolve
+from oases.execution.group import ProcessGroup, all_gather_objects, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel
@@ -70,11 +70,9 @@ def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool)
         (name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor) if values else "")
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    said: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(said, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
-    if len(set(said)) == 1:
+    if len(set(all_gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest(), group))) == 1:
         return
-    dist.all_gather_object(said, mine, group=group)
+    said = all_gather_objects(mine, group)
     for rank, theirs in enumerate(said):
         if theirs != said[0]:
             pairs = zip(said[0], theirs, strict=False)
@@ -93,10 +91,7 @@ def require_same_options(groups: Sequence[ProcessGroup | None], options: dict[st
     """
     said: list[Any] = [{name: f"{value!s:.80}" for name, value in options.items()}]
     for group in groups:
-        if group is not None and group_size(group) > 1:
-            heard: list[Any] = [None] * group_size(group)
-            dist.all_gather_object(heard, said, group=group)
-            said = [each for of_rank in heard for each in of_rank]
+        said = [each for of_rank in all_gather_objects(said, group) for each in of_rank]
     for theirs in said:
         for name, value in said[0].items():
             if theirs[name] != value:

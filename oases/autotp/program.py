@@ -23,6 +23,7 @@ from oases.autotp.experts import ExpertMlp, collections
 from oases.autotp.export import (
     CallSignature,
     Exported,
+    TooLongError,
     UnsplittableError,
     export,
     leaves,
@@ -329,6 +330,8 @@ class LayerSignature:
                 continue
             try:
                 return self._traced_as(key[0].modes, args, kwargs, varying)
+            except TooLongError:
+                raise
             except UnsplittableError:  # trace more of these shapes alone
                 self._static[key] = tries + 1
         return self._traced_as(key[0].modes, args, kwargs, None)

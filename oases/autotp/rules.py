@@ -198,9 +198,9 @@ def _named(s: Splitter, weight: Any) -> str:
     return s.exported.parameters.get(getattr(weight, "name", ""), str(weight))
 
 
-@rule("bmm", "baddbmm")
+@rule("bmm", "baddbmm", "linalg_solve_triangular")
 def batched(s: Splitter, node: fx.Node) -> Value:
-    """Matmul over the last two dimensions, sharded along an earlier one."""
+    """Matmul over the last two dimensions, or a solve in them, sharded along an earlier one."""
     found = tensors(node)
     dims = len(s.shape(node))
     splits = {Split(v.split.dim + dims - len(s.shape(each)), v.split.segments)

@@ -148,7 +148,7 @@ def _of_dimensions(name: str, args: tuple[Any, ...], shape: tuple[Any, ...]) -> 
     if name.rstrip("123d") in ("conv", "convolution") and len(args) > 1:
         batched = len(shape) == len(_shape(args[1]))
         return list(shape[batched:])
-    if name in ("tril", "triu"):
+    if name in ("tril", "triu", "linalg_solve_triangular"):
         return list(shape[-2:])
     if name in ("pad", "constant_pad_nd"):
         return list(shape[len(shape) - len(args[1]) // 2 :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from oases.errors import UsageError
 from oases.extension import OverlapScheduler, nodes_backend, staged_backend
 
 ProcessGroup = dist.ProcessGroup
+_T = TypeVar("_T")
 
 
 def resolve(process_group: ProcessGroup | None) -> ProcessGroup | None:
@@ -67,6 +68,14 @@ def group_size(process_group: ProcessGroup | None) -> int:
 def group_rank(process_group: ProcessGroup | None) -> int:
     """This process's rank within the resolved group; 0 for None."""
     return 0 if process_group is None else process_group.rank()
+
+
+def all_gather_objects(mine: _T, process_group: ProcessGroup | None) -> list[_T]:
+    """Gather an object from every rank, in rank order: `mine` alone for None. Collective over the group."""
+    everyone: list[Any] = [mine] * group_size(process_group)
+    if process_group is not None and len(everyone) > 1:
+        dist.all_gather_object(everyone, mine, group=process_group)
+    return everyone
 
 
 def group_name(process_group: ProcessGroup | None) -> str:

@@ -27,6 +27,7 @@ from oases.parallel import (
     parallel_cross_entropy,
 )
 from oases.parallel.fsdp import FsdpUnit
+from oases.parallel.fused_norm import PreNormBlock
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
@@ -62,7 +63,7 @@ def _linear(config: GPTConfig, generator: torch.Generator, inputs: int, outputs:
     return linear
 
 
-class Attention(nn.Module):
+class Attention(PreNormBlock):
     """Norm, fused column-parallel QKV (sharded by head), causal attention, row-parallel projection."""
 
     causal = True
@@ -80,17 +81,14 @@ class Attention(nn.Module):
             _linear(config, generator, h, h, scale), process_group=group
         )
 
-    def prepare(self, x_BSH: Tensor) -> Tensor:
-        """Norm, which may run on a shard of the sequence."""
-        return self.norm(x_BSH)
+    @property
+    def row(self) -> Any:
+        """The projection."""
+        return self.projection
 
     def product(self, h_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's partial sum of the projection, [B, S, H]."""
         return self.projection.partial(self._attend(self.qkv.partial(h_BSH)))
-
-    def partial(self, x_BSH: Tensor) -> Tensor:
-        """Norm and matmuls, up to the partial sum."""
-        return self.product(self.prepare(x_BSH))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H], replicated -> the block's output, with an exposed all-reduce."""
@@ -101,12 +99,8 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
         return causal_attention(q, k, v).transpose(1, 2).flatten(-2)
 
-    def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-        """Bias and residual, after the all-reduce."""
-        return x_BSH + (y_BSH + self.projection.bias)
 
-
-class Mlp(nn.Module):
+class Mlp(PreNormBlock):
     """Norm, column-parallel up, GELU, row-parallel down."""
 
     token_wise = True
@@ -119,21 +113,14 @@ class Mlp(nn.Module):
         scale = (2 * config.layers) ** -0.5
         self.down = OverlappedRowLinear.from_linear(_linear(config, generator, 4 * h, h, scale), process_group=group)
 
-    def prepare(self, x_BSH: Tensor) -> Tensor:
-        """Norm, which may run on a shard of the sequence."""
-        return self.norm(x_BSH)
+    @property
+    def row(self) -> Any:
+        """The down projection."""
+        return self.down
 
     def product(self, h_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's partial sum of the down projection, [B, S, H]."""
         return self.down.partial(F.gelu(self.up.partial(h_BSH), approximate="tanh"))
-
-    def partial(self, x_BSH: Tensor) -> Tensor:
-        """Norm and matmuls, up to the partial sum."""
-        return self.product(self.prepare(x_BSH))
-
-    def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-        """Bias and residual, after the all-reduce."""
-        return x_BSH + (y_BSH + self.down.bias)
 
 
 def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn.Module]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.files import read_json, write_text
 
 ROUNDS = 16
@@ -183,8 +183,7 @@ class Autotune(Generic[Candidate]):
     def _end_round(self, done: int) -> None:
         mine = {label: statistics.median(self.times[label][1:]) for label in self._left}
         said = mine, math.sqrt(2 / done) * spread([self.times[label][: done + 1] for label in self._left])
-        everyone: list[Any] = [said] * group_size(self.group)
-        dist.all_gather_object(everyone, said, group=self.group)  # as objects: NCCL does not send CPU tensors
+        everyone = all_gather_objects(said, self.group)  # as objects: NCCL does not send CPU tensors
         medians = {label: max(each[label] for each, _ in everyone) for label in mine}
         doubt = max(each for _, each in everyone)
         self._medians |= medians

@@ -10,6 +10,7 @@ a partial sum until its collective has completed, then the gradient of x through
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.attention import EarlierKeys
 from oases.parallel.batch import CallInputs, SubBatches
 from oases.parallel.exchanges import ExchangeWork
+from oases.parallel.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
 from oases.parallel.program import BlockProgram
 from oases.parallel.randomness import MethodName, Randomness
 
@@ -54,6 +56,12 @@ class BlockWork:
         """By block, the block where it is compiled."""
         self._combine = [method_of(block, "combine") for block in blocks]
         self._prepare = [method_of(block, "prepare") if halved else None for block, halved in both]
+        self._joined = {
+            b: JoinedNorm(below, above)
+            for b, (below, above) in enumerate(itertools.pairwise(blocks))
+            if program.joined[b + 1] and isinstance(below, PreNormBlock) and isinstance(above, PreNormBlock)
+        }
+        """By block, `combine` and the next block's norm where they may be one op."""
         self.leaves = leaves
         # Tensors between ops.
         self._x: dict[Place, Tensor] = {}
@@ -69,7 +77,7 @@ class BlockWork:
         # State of the backward pass.
         self._prepare_pieces: dict[Place, Piece] = {}
         self._partial_pieces: dict[Place, Piece] = {}
-        self._combine_pieces: dict[Place, Piece] = {}
+        self._combine_pieces: dict[Place, Piece | JoinedPiece] = {}
         self.deferred: dict[Place, DeferredGradients] = {}
         self.keep_deferred = False
         """Whether the backward pass skips W, for `weights_of`."""
@@ -275,18 +283,24 @@ class BlockWork:
     def _combined(self, step: Step, x: Tensor, draw: Callable[..., Tensor], *, graph: bool) -> None:
         """Run combine and pass its result to the next block, or to the output."""
         block, s = place = step.place
-        y = self._y.pop(place)
-        out = self._piece("combine", self._combine[block], self._combine_pieces, place, (x, y), draw, graph=graph)
-        following = (block + 1, s)
-        if step.key == "RC" and following not in self._program.remade:
-            return
-        if block < self._last:
-            self._x[following] = out
-            prepare = self._prepare[block + 1]
-            if prepare is not None:
-                kept_later = step.key == "C" and following in self._program.remade
-                graph = self._differentiable and not kept_later
-                out = self._piece("prepare", prepare, self._prepare_pieces, following, (out,), draw, graph=graph)
+        y, following = self._y.pop(place), (block + 1, s)
+        remade = following in self._program.remade
+        graph_above = self._differentiable and not (step.key == "C" and remade)
+        joined = self._joined.get(block) if graph == graph_above and (step.key == "C" or remade) else None
+        if joined is not None and joined.takes(x, y):
+            self._x[following], out, kept = joined.run(x, y)
+            if graph:
+                self._combine_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
+        else:
+            out = self._piece("combine", self._combine[block], self._combine_pieces, place, (x, y), draw, graph=graph)
+            if step.key == "RC" and not remade:
+                return
+            if block < self._last:
+                self._x[following] = out
+                if (prepare := self._prepare[block + 1]) is not None:
+                    out = self._piece(
+                        "prepare", prepare, self._prepare_pieces, following, (out,), draw, graph=graph_above
+                    )
         if (step.key, block, s) in self._program.gathered:
             self._to_gather[step.key, block, s] = out
         elif block == self._last:
@@ -295,7 +309,7 @@ class BlockWork:
             self._h[following] = out
 
     def _piece(
-        self, name: MethodName, method: Callable[..., Tensor], pieces: dict[Place, Piece], place: Place,
+        self, name: MethodName, method: Callable[..., Tensor], pieces: dict[Place, Any], place: Place,
         given: tuple[Tensor, ...], draw: Callable[..., Tensor], *, graph: bool,
     ) -> Tensor:  # fmt: skip
         """Run a method that works between the blocks."""
@@ -305,9 +319,8 @@ class BlockWork:
         def run() -> Tensor:
             if not graph:
                 return tensor_of(method, *given, *values)
-            whole = self._whole and name == "combine"
             out, pieces[place] = recorded(
-                method, given, values, [self.leaves[block], *self.inputs.leaves], whole=whole
+                method, given, values, [self.leaves[block], *self.inputs.leaves], whole=self._whole
             )
             return out
 
@@ -318,7 +331,11 @@ class BlockWork:
 
     def _do_BC(self, step: Step) -> None:  # noqa: N802
         block, s = place = step.place
-        residual, grad_y = self._combine_pieces.pop(place).backward([self._total_gradient(block + 1, s)])
+        piece, following = self._combine_pieces.pop(place), (block + 1, s)
+        if isinstance(piece, JoinedPiece):
+            residual, grad_y = piece.backward([self._residual.pop(following), self._g.pop(following)])
+        else:
+            residual, grad_y = piece.backward([self._total_gradient(*following)])
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:

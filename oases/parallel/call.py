@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.execution.call import ScheduledCall
 from oases.execution.clock import synchronize
 from oases.execution.executor import Context
 from oases.execution.failure import FailureMonitor
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects
 from oases.execution.piece import BlockParameters, Leaves
 from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Turn
 from oases.parallel.blocks import BlockWork
-from oases.parallel.fsdp import FsdpUnit, UnitGatherer
+from oases.parallel.fsdp import BlockUnit, UnitGatherer
 from oases.parallel.guards import register_shards
 from oases.parallel.program import BlockProgram
 from oases.parallel.sharding import sharded_parameters
@@ -55,7 +54,7 @@ class CallOptions:
     monitor: FailureMonitor | None
     context: Context
     turn: Turn | None = None
-    units: Sequence[FsdpUnit] = ()
+    units: Sequence[BlockUnit] = ()
 
 
 class StackCall(ScheduledCall):
@@ -193,7 +192,15 @@ class StackCall(ScheduledCall):
             self._turn.note(self._seconds / self._elements)
 
     def _summed(self, block: int) -> list[Tensor | None]:
-        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
+        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks.
+
+        Those of a norm that ran with the block below have come since.
+        """
+        late = self._blocks.leaves[block].take(True)
+        self._whole = [
+            one if other is None else other if one is None else one + other
+            for one, other in zip(self._whole, late, strict=True)
+        ]
         if self._pending is not None:
             ticket, flat, numbers = self._pending
             self._pending = None
@@ -215,7 +222,7 @@ class StackCall(ScheduledCall):
         return share + whole
 
 
-def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) -> list[Leaves]:
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[BlockUnit]) -> list[Leaves]:
     """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
     if not units:
         return [Leaves(each.parameters) for each in parameters]
@@ -224,8 +231,5 @@ def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) 
 
 def agree_on_seed(group: ProcessGroup | None, calls: int) -> tuple[int, int]:
     """Common seed and call count of the ranks, exchanged before the first call and after a failure."""
-    said = (torch.initial_seed(), calls)
-    everyone: list[tuple[int, int]] = [said] * group_size(group)
-    if group_size(group) > 1:
-        dist.all_gather_object(everyone, said, group=group)
+    everyone = all_gather_objects((torch.initial_seed(), calls), group)
     return everyone[0][0], max(calls for _, calls in everyone)  # after a failure some may be a call ahead

@@ -26,21 +26,26 @@ class ExpertGroups:
     """Groups of one rank, held by name. expert: ranks that experts are divided over, `degree` of them.
 
     data: ranks with the same experts, over which their gradients are averaged; "" where there is one. scale: factor
-    on an expert's gradient, which is summed over its tokens of the whole group, before that average.
+    on an expert's gradient, which is summed over its tokens of the whole group, before that average. weights: with
+    fsdp or a stage's zero a second group of the ranks of data, for gathering experts; both are groups then, also of
+    one rank.
     """
 
     expert: str
     data: str
     degree: int
     scale: float
+    weights: str = ""
 
 
-def expert_groups(stages: Sequence[Sequence[int]], tensor_parallel: int, degree: int | None) -> ExpertGroups:
+def expert_groups(
+    stages: Sequence[Sequence[int]], tensor_parallel: int, degree: int | None, *, sharded: bool = False
+) -> ExpertGroups:
     """Groups of this rank. Collective: all ranks of the default group create those of all stages.
 
-    stages: ranks of each, by their numbers in the default group. degree: None for all ranks of a stage. UsageError
-    for a degree that does not divide the ranks, or that neither divides the tensor-parallel degree nor is a multiple
-    of it, and for ranks without a stage.
+    stages: ranks of each, by their numbers in the default group. degree: None for all ranks of a stage. sharded:
+    create `ExpertGroups.weights`. UsageError for a degree that does not divide the ranks, or that neither divides the
+    tensor-parallel degree nor is a multiple of it, and for ranks without a stage.
     """
     number = len(stages[0])
     size = number if degree is None else degree
@@ -57,32 +62,39 @@ def expert_groups(stages: Sequence[Sequence[int]], tensor_parallel: int, degree:
             f"experts='balanced' over {sum(map(len, stages))} of {everyone} ranks; give a mesh of all ranks of the "
             "run"
         )
-    expert = data = ""
+    expert = data = weights = ""
     for ranks in stages:
         for first in range(0, number, size):
             expert = _group(ranks[first : first + size]) or expert
         for place in range(size):
-            data = _group(ranks[place::size]) or data
+            data = _group(ranks[place::size], of_one=sharded) or data
+            weights = (_group(ranks[place::size], of_one=True) if sharded else "") or weights
     # The sum over the ranks with the same experts, over the number of replicas, as an average over those ranks.
-    return ExpertGroups(expert, data, size, tensor_parallel / size)
+    return ExpertGroups(expert, data, size, tensor_parallel / size, weights)
 
 
-def _group(ranks: Sequence[int]) -> str:
-    """Name of a new group that this rank is in; "" for one rank, and for a group of others."""
-    if len(ranks) == 1:
+def _group(ranks: Sequence[int], *, of_one: bool = False) -> str:
+    """Name of a new group that this rank is in; "" for a group of others and, unless of_one, for one rank."""
+    if len(ranks) == 1 and not of_one:
         return ""
     options = nccl_options() if "nccl" in dist.get_backend_config() else None
     made = dist.new_group(list(ranks), pg_options=options)
     return group_name(made) if dist.get_rank() in ranks else ""
 
 
-_DATA = "_expert_data_group"
-"""Attribute of a module with experts: the name of `ExpertGroups.data`."""
+_GROUPS = "_expert_groups"
+"""Attribute of a module with experts: its `ExpertGroups`."""
 
 
 def declare_experts(module: nn.Module, groups: ExpertGroups) -> None:
     """Record on a module that its sharded parameters are experts, replicated over groups.data."""
-    setattr(module, _DATA, groups.data)
+    setattr(module, _GROUPS, groups)
+
+
+def groups_of_experts(module: nn.Module | None) -> ExpertGroups | None:
+    """Groups of a module with experts; None for any other."""
+    found: ExpertGroups | None = getattr(module, _GROUPS, None)
+    return found
 
 
 def averaged_parts(
@@ -106,6 +118,6 @@ def _by_group(
     shards = holders(model)
     found: dict[str, list[nn.Parameter]] = {}
     for parameter in parameters:
-        name = getattr(shards.get(id(parameter)), _DATA, None)
-        found.setdefault(group_name(data) if name is None else name, []).append(parameter)
+        groups = groups_of_experts(shards.get(id(parameter)))
+        found.setdefault(group_name(data) if groups is None else groups.data, []).append(parameter)
     return [(group_of(name), each) for name, each in found.items()]

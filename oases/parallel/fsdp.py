@@ -173,13 +173,95 @@ class FsdpUnit:
         return cast(nn.Module, self._module).get_parameter(name)
 
 
+Place = tuple[nn.Module, str, str]
+"""Module that holds a parameter, its name there, and its name in the unit."""
+
+
+class HeldUnit(FsdpUnit):
+    """Unit of parameters of several modules, which are in these modules' places while gathered, as are the shards.
+
+    holder: module that has the parameters alone. group, gathering, label, options: as of `FsdpUnit`.
+    """
+
+    def __init__(
+        self,
+        holder: nn.Module,
+        places: Iterable[Place],
+        group: ProcessGroup,
+        gathering: ProcessGroup,
+        label: str,
+        **options: Any,
+    ) -> None:
+        self._holder, self._places = holder, list(places)
+        super().__init__(holder, group, gathering, label, **options)
+        self._put()
+
+    def gather(self) -> None:
+        """Wait until the full weights are in the modules."""
+        super().gather()
+        self._put()
+
+    def free(self) -> None:
+        """Free the full weights; the modules hold the shards again."""
+        super().free()
+        self._put()
+
+    def _put(self) -> None:
+        put_parameters(self._places, self._holder)
+
+
+def put_parameters(places: Iterable[Place], unit: nn.Module) -> None:
+    """Put the parameters that a unit holds now in the modules of the model."""
+    for module, name, own in places:
+        module._parameters[name] = unit._parameters[own]
+
+
+class JoinedUnits:
+    """Units of one block over different ranks, gathered and released together: dense weights, and experts."""
+
+    def __init__(self, units: Sequence[FsdpUnit]) -> None:
+        self._units = list(units)
+        self.names = [name for unit in units for name in unit.names]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Full parameters by name, as of each unit."""
+        return {name: parameter for unit in self._units for name, parameter in unit.parameters.items()}
+
+    def gather_ahead(self) -> None:
+        """Start the gathers that were not started."""
+        for unit in self._units:
+            unit.gather_ahead()
+
+    def gather(self) -> None:
+        """Wait until the full weights are in the block."""
+        self.gather_ahead()
+        for unit in self._units:
+            unit.gather()
+
+    def release(self) -> None:
+        """Free the full weights, unless they are to be kept."""
+        for unit in self._units:
+            unit.release()
+
+    def computed(self) -> None:
+        """Say that all gradients of a pass are there, where hooks cannot tell."""
+        for unit in self._units:
+            if unit.computed is not None:
+                unit.computed()
+
+
+BlockUnit = FsdpUnit | JoinedUnits
+"""Sharded weights of one block."""
+
+
 class UnitGatherer:
     """Gathers the units of a stack's blocks ahead of a list of ops, and releases each after its last op.
 
     units: by block.
     """
 
-    def __init__(self, units: Sequence[FsdpUnit]) -> None:
+    def __init__(self, units: Sequence[BlockUnit]) -> None:
         self._units = units
         self._reads: Callable[[Op], Iterable[int]] = lambda op: ()
         self._left = Counter[int]()

@@ -6,7 +6,7 @@ optimizer updates float32 master weights, and the model's weights are the master
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -249,7 +249,8 @@ def make_optimizer(
     accumulate their gradients in float32. data_parallel: the ranks that hold the same weights and train on other
     samples; None: those of the model's mesh. options: of the class, such as lr. zero, master_weights None: as the
     model needs them, by the zero and dtype that it was parallelized with. Without both it is
-    `optimizer_class(params, **options)`, also where the parameters themselves are sharded (FSDP, ZeRO with stages).
+    `optimizer_class(params, **options)`, also where the parameters themselves are sharded (FSDP, ZeRO with stages);
+    there, balanced experts are in parameter groups of their own, behind those that were given.
 
     UsageError for parameters that are not the model's, for zero without a data-parallel group, and for master_weights
     where all weights are float32.
@@ -263,8 +264,9 @@ def make_optimizer(
     if needs is not None:
         zero = needs.zero if zero is None else zero
         master_weights = any(is_low(one.dtype) for one in flat) if master_weights is None else master_weights
-    if all(hasattr(one, "to_local") for one in flat) and not any(is_low(one.dtype) for one in flat):
-        return optimizer_class(given, **options)  # shards of FSDP2: with their state, and their own masters
+    if any(hasattr(one, "to_local") for one in flat) and not any(is_low(one.dtype) for one in flat):
+        # Shards of FSDP2, and experts that no other rank has: with their state, and their own masters.
+        return optimizer_class(_by_mesh(given), **options)
     if master_weights and not any(is_low(parameter.dtype) for parameter in flat):
         raise UsageError(
             "master_weights: all parameters are float32 already; leave it out, or build the model in bfloat16 before "
@@ -283,6 +285,21 @@ def make_optimizer(
     )
     originals.clear()
     return made
+
+
+def _by_mesh(given: Sequence[Any]) -> list[Any]:
+    """Parameter groups with shards of one mesh each, as a fused update needs; what experts add comes last."""
+    groups = list(given) if isinstance(given[0], dict) else [{"params": given}]
+    kept: list[Any] = []
+    added: list[Any] = []
+    for group in groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for one in group["params"]:
+            by_mesh.setdefault(getattr(one, "device_mesh", None), []).append(one)
+        made = [{**group, "params": found} for found in by_mesh.values()]
+        kept += made[:1]
+        added += made[1:]
+    return kept + added
 
 
 def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:

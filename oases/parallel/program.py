@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from oases.execution.executor import Place, Program
+from oases.parallel.fused_norm import joined_norms
 from oases.parallel.randomness import hash_of
 from oases.schedule import Op, Schedule, exchanging, format_schedule, sequence_parallel
 
 _OF_NEXT = ("C", "RC", "B", "BC")
-"""Ops that run the next block's norm, or its backward pass, where that block is halved at the gather."""
+"""Ops that run the next block's norm, or its backward pass, where that block is halved."""
 _READERS = ("F", "R", "D", "E", "BF", "BE", *_OF_NEXT)
 
 
@@ -26,13 +27,19 @@ def laid_out(schedule: Schedule, blocks: Sequence[nn.Module], *, along: bool) ->
 
 
 class BlockProgram(Program):
-    """Steps of a tensor-parallel schedule for these blocks, with sets of the places of each kind of op."""
+    """Steps of a tensor-parallel schedule for these blocks, with sets of the places of each kind of op.
+
+    device: type of the device that the blocks are on.
+    """
 
     def __init__(
-        self, schedule: Schedule, blocks: Sequence[nn.Module], label: str, layer_of: Sequence[int] | None
-    ) -> None:
-        self.halved = [_is_halved(block, number, schedule) for number, block in enumerate(blocks)]
-        """By block, whether its norm runs in front of the gather, with op C of the previous block."""
+        self, schedule: Schedule, blocks: Sequence[nn.Module], label: str, layer_of: Sequence[int] | None,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.joined = joined_norms(schedule, blocks, device)
+        """By block, whether its norm may be one op with `combine` of the previous block."""
+        self.halved = [self.joined[b] or _is_halved(block, b, schedule) for b, block in enumerate(blocks)]
+        """By block, whether its norm runs with op C of the previous block, in front of the gather if there is one."""
         self.recomputed: frozenset[Place] = _places(schedule, "R")
         self.combined_again: frozenset[Place] = _places(schedule, "RC")
         self.remade: frozenset[Place] = schedule.remade_inputs
@@ -44,7 +51,8 @@ class BlockProgram(Program):
         self.summed_again: frozenset[Place] = frozenset(
             (op.block, op.sub_batch) for op in schedule if op.of == "R" and op.kind != "wait"
         )
-        self.order = hash_of(format_schedule(schedule))
+        joined = "".join(f"\njoined {number}" for number, each in enumerate(self.joined) if each)
+        self.order = hash_of(format_schedule(schedule) + joined)
         """Hash of the ops, which every rank must run alike."""
         super().__init__(schedule, label, layer_of)
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_of, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_of, group_rank, group_size
 from oases.parallel.sharding import Cut, cuts, holders
 
 Index = tuple[slice, ...]
@@ -142,9 +141,7 @@ def tensors_of_model(model: nn.Module, process_group: ProcessGroup | None) -> li
     """Each tensor of the whole model once, in the order of its ranks. Collective over process_group: all of them."""
     mine = shard_map(model, process_group)
     said = [(one.names, one.aliases, one.shape, one.tensor.dtype, one.tensor.is_meta) for one in mine]
-    everyone: list[Any] = [said] * group_size(process_group)
-    if process_group is not None and group_size(process_group) > 1:
-        dist.all_gather_object(everyone, said, group=process_group)
+    everyone = all_gather_objects(said, process_group)
     merged = united_names([{name: names[0] for names, *_ in said for name in names} for said in everyone])
     names: dict[str, dict[str, None]] = {}
     known: dict[str, Any] = {}
@@ -193,11 +190,8 @@ def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    said: list[Any] = [None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")]
-    if process_group is not None and group_size(process_group) > 1:
-        everyone: list[Any] = [None] * group_size(process_group)
-        dist.all_gather_object(everyone, said[0], group=process_group)
-        said = everyone
+    told = None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")
+    said = all_gather_objects(told, process_group)
     if mine is not None:
         raise mine
     for rank, what in enumerate(said):

@@ -53,6 +53,9 @@ class _Bucket:
             if gradient is not None:
                 for row, part in zip(rows, gradient.chunk(ranks), strict=False):
                     row[: part.numel()].view_as(part).copy_(part)
+        if ranks == 1:  # experts that no other rank has: nothing is sent, nor rounded
+            self.sent = (None, flat[0])
+            return
         mine = torch.empty_like(flat[0])
         label = f"{self.unit.label}, sharded gradients"
         ticket = scheduler_of(self.unit.group).reduce_scatter(mine, flat, label, self._wire)
@@ -64,7 +67,8 @@ class _Bucket:
             return
         ticket, mine = self.sent
         self.sent = None
-        scheduler_of(self.unit.group).wait(ticket)
+        if ticket is not None:
+            scheduler_of(self.unit.group).wait(ticket)
         self.sum = mine if self.sum is None else self.sum.add_(mine)
 
     def deliver(self) -> None:
@@ -159,7 +163,7 @@ class ShardedGradientAverager:
         self._buckets = [bucket for bucket in found if bucket.trained]
         for bucket in self._buckets:
             lane = group_name(bucket.unit.group)
-            if lane not in self._lanes:
+            if lane not in self._lanes and bucket.unit.group.size() > 1:
                 device = next(iter(bucket.trained.values())).device.type
                 caller = "the average of sharded gradients"
                 agreed_group(lane, caller, self._wire or None, device, "gradient_wire")

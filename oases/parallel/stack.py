@@ -45,7 +45,7 @@ from oases.parallel.checks import (
     says_tokens,
 )
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.fsdp import FsdpUnit
+from oases.parallel.fsdp import BlockUnit
 from oases.parallel.program import BlockProgram, laid_out
 from oases.parallel.randomness import MethodName, Randomness
 from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
@@ -125,7 +125,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.number = next(_numbers)
         """Number of this stack in the process, for errors and statistics."""
         self.first_block, self._replica = first_block, replica
-        self._units: list[FsdpUnit] = []  # by block, where weights are sharded
+        self._units: list[BlockUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
         self._tunings: Tunings | None = None
         self.seed: int | None = None
@@ -144,7 +144,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self._block_list = BlockList(self.blocks)
         self._block_parameters: list[StackParameters] = []
         self._hooks: list[BypassedHooks] = []
-        self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
+        self._programs: dict[tuple[int, str], BlockProgram] = {}  # by the id of the schedule, which they hold
         self._draws: dict[tuple[int, MethodName], bool] = {}
 
     @property
@@ -157,7 +157,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.calls = number
         self.seed = self.seed if seed is None else seed
 
-    def shard(self, units: Sequence[FsdpUnit]) -> None:
+    def shard(self, units: Sequence[BlockUnit]) -> None:
         """Have a unit per block gather its weights as the schedule needs them."""
         self._units = list(units)
 
@@ -321,7 +321,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         blocks = self._current_blocks()
         parameters = self._parameters_of(blocks)
         with_gradients = self._with_gradients(x, inputs)
-        program = self._program_of(schedule, blocks)
+        program = self._program_of(schedule, blocks, x.device.type)
         rank, size = self._group_rank, self.tensor_parallel
         cut = SubBatches(
             x.shape, schedule, SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
@@ -392,9 +392,9 @@ class OverlappedStack(FailsTogether, nn.Module):
                 hooks.refuse(number)
         return self._block_parameters
 
-    def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module]) -> BlockProgram:
-        program = self._programs.get(id(schedule))
-        if program is None:
+    def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module], device: str) -> BlockProgram:
+        key = (id(schedule), device)
+        if key not in self._programs:
             label = self.label + WHOLE_BATCH * self._replacements.is_whole(schedule)
-            program = self._programs[id(schedule)] = BlockProgram(schedule, blocks, label, self.layer_of)
-        return program
+            self._programs[key] = BlockProgram(schedule, blocks, label, self.layer_of, device)
+        return self._programs[key]

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects
 from oases.execution.wire import WireType, carries_codes, wire_type
 from oases.parallel.autotune import Autotune, Budget, cache_key, fixed_among
 from oases.plans.plan import AUTO
@@ -186,10 +185,7 @@ class Tunings(dict[str, Tuning]):
 
 def _least(batch: int, group: ProcessGroup | None) -> int:
     """Smallest batch of the ranks."""
-    found = [batch] * group_size(group)
-    if group_size(group) > 1:
-        dist.all_gather_object(found, batch, group=group)
-    return min(found)
+    return min(all_gather_objects(batch, group))
 
 
 def asked_for(schedule: str, sub_batches: SubBatchCount | None, recompute: Recompute) -> Asked:

@@ -12,7 +12,7 @@ import numpy as np
 from oases.planner.balance import StageLoad, least_load
 from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
-from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
+from oases.planner.memory import divided, head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
 from oases.plans.shape import GRADIENT_BYTES, AnyKind
 
@@ -83,23 +83,17 @@ class BlockCosts:
 
     def _node_seconds_of(self, kind: AnyKind, state: State, gradients: float) -> float:
         tp, _ = state
-        replicas = self.setting.stage_ranks // tp
-        count = self.model.block_parameters(kind, tp)
-        num_bytes = count * self.model.element_bytes
-        if (
-            self.setting.fsdp or self.setting.zero
-        ):  # gathered twice per micro-batch, or once; gradients reduced in each
-            summed = self.hardware.collective_seconds("all_gather", replicas, num_bytes, tp)
-            summed *= 2 * self.setting.micro_batches if self.setting.fsdp else 1
-            reduced = self.hardware.collective_seconds("reduce_scatter", replicas, count * GRADIENT_BYTES, tp)
+        summed, collective_seconds = 0.0, self.hardware.collective_seconds
+        for count, degree in divided(self.model, kind, tp):
+            replicas, num_bytes = self.setting.stage_ranks // degree, count * self.model.element_bytes
+            if not (self.setting.fsdp or self.setting.zero):
+                summed += collective_seconds("all_reduce", replicas, num_bytes, degree)
+                continue
+            # Gathered twice per micro-batch, or once; gradients reduced in each.
+            gathered = collective_seconds("all_gather", replicas, num_bytes, degree)
+            summed += gathered * (2 * self.setting.micro_batches if self.setting.fsdp else 1)
+            reduced = collective_seconds("reduce_scatter", replicas, count * GRADIENT_BYTES, degree)
             summed += self.setting.micro_batches * reduced
-        else:
-            experts = self.model.expert_parameters(kind) * self.model.element_bytes
-            summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes - experts, tp)
-            if experts:
-                degree = self.model.expert_parallel
-                alike = self.setting.stage_ranks // degree
-                summed += self.hardware.collective_seconds("all_reduce", alike, experts, degree)
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
 
     def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:
@@ -127,14 +121,19 @@ class BlockCosts:
 
     def _weight_of(self, kind: AnyKind, state: State, stage: int) -> float:
         tp, recomputed = state
-        parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
-        replicas = self.setting.stage_ranks // tp
+        samples = self.setting.samples(tp)
         kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
         whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
         # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
         most = max(flying * kept + waiting * whole for flying, waiting in self.setting.held(stage))
         held = most / self.setting.chunks + (whole - kept) * self.setting.recomputes_early(stage)
-        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp) + held
+        states = (
+            self.model.state_bytes(
+                count, self.setting.stage_ranks // degree, zero=self.setting.zero, fsdp=self.setting.fsdp
+            )
+            for count, degree in divided(self.model, kind, tp)
+        )
+        return sum(states) + held
 
     def _once(self, state: State, stage: int) -> int:
         """Bytes besides each block's: embedding and head, tensors in flight, one recomputed block."""

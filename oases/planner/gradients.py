@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from oases.planner.memory import embedding_segment, end_parameters
+from oases.planner.memory import divided, embedding_segment, end_parameters
 from oases.plans.plan import BUCKET_BYTES, Part, Plan
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS
 from oases.simulator.hardware import Hardware
@@ -47,15 +47,15 @@ class Gradients:
         names: list[str] = []
         copies = _BUCKET_COPIES / self.hardware.device.bytes_per_second if self.with_ends else 0.0
 
-        def reduced(place: tuple[int, int], parameters: int, tp: int) -> None:
-            replicas, name = self.plan.stage_ranks // tp, f"{prefix}gradients {part.number} {len(names)}"
+        def reduced(place: tuple[int, int], parameters: int, degree: int) -> None:
+            replicas, name = self.plan.stage_ranks // degree, f"{prefix}gradients {part.number} {len(names)}"
             if replicas == 1 or not parameters:
                 return
             num_bytes = parameters * GRADIENT_BYTES
-            seconds = self.hardware.collective_seconds("reduce_scatter", replicas, num_bytes, tp)
+            seconds = self.hardware.collective_seconds("reduce_scatter", replicas, num_bytes, degree)
             ops = starts.setdefault(place, [])
             ops.append(Compute(f"copy of {name}", copies * num_bytes))
-            ops.append(Start(name, self.hardware.link_of(replicas, tp), seconds))
+            ops.append(Start(name, self.hardware.link_of(replicas, degree), seconds))
             names.append(name)
             if len(names) > REDUCED_UNITS:
                 ops.append(Wait(names[-1 - REDUCED_UNITS]))
@@ -64,8 +64,8 @@ class Gradients:
             segment = part.segments[index]
             first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
             for block in reversed(range(segment.num_blocks)):
-                count = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
-                reduced((part.first_segment + index, block), count, segment.tp)
+                for count, degree in reversed(divided(self.model, self.model.kind_of(first + block), segment.tp)):
+                    reduced((part.first_segment + index, block), count, degree)
         if self.with_ends:
             reduced(AT_THE_END, end_parameters(self.plan, self.number), embedding_segment(self.plan).tp)
         # A run waits for the last ones in the next pass; here passes do not overlap.
@@ -86,12 +86,8 @@ class Gradients:
                 first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
                 for block in reversed(range(segment.num_blocks)):
                     kind, place = self.model.kind_of(first + block), (part.first_segment + index, block)
-                    experts = self.model.expert_parameters(kind)
-                    dense = self.model.block_parameters(kind, segment.tp) - experts
-                    lanes.setdefault(segment.tp, []).append((place, dense * GRADIENT_BYTES))
-                    if experts:
-                        degree = self.model.expert_parallel
-                        lanes.setdefault(degree, []).append((place, experts * GRADIENT_BYTES))
+                    for count, degree in divided(self.model, kind, segment.tp):
+                        lanes.setdefault(degree, []).append((place, count * GRADIENT_BYTES))
         outside = end_parameters(self.plan, self.number)
         if self.with_ends and outside:
             tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES

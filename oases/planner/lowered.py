@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from oases.planner.memory import divided
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
+from oases.plans.shape import GRADIENT_BYTES, AnyKind
 from oases.schedule import Op, Schedule, exchanging
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import lower
@@ -53,13 +55,10 @@ class Lowered:
             late = weights_apart and step.op is not None and step.op.kind == "W"
             (weights if late else rest).append((step.instruction, step.op))
         if replicas > 1:
-            sizes = [model.block_parameters(kind, segment.tp) * model.element_bytes for kind in kinds]
-            seconds = [hardware.collective_seconds("all_gather", replicas, size, segment.tp) for size in sizes]
-            link = hardware.link_of(replicas, segment.tp)
-            # FSDP2 copies shards to what it sends, and what it gathered to the weights.
-            copies = [2 * (1 + 1 / replicas) * size / hardware.device.bytes_per_second for size in sizes]
-            forward = _gathered(forward, seconds, copies, link, prefix, "forward")
-            rest = _gathered(rest, seconds, copies, link, prefix, "backward")
+            ranks = segment.tp * replicas
+            gathers = [_gathers(hardware, model, kind, segment.tp, ranks, prefix) for kind in kinds]
+            forward = _gathered(forward, gathers, "forward")
+            rest = _gathered(rest, gathers, "backward")
         return Lowered(tuple(instruction for instruction, _ in forward), tuple(rest), tuple(weights))
 
     @cached_property
@@ -85,34 +84,61 @@ def _deferred(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
+@dataclass(frozen=True)
+class _Gather:
+    """All-gather of the weights of a block, or of its experts. copies: seconds of the copies around it."""
+
+    what: str
+    link: str
+    seconds: float
+    copies: float
+
+    def start(self, block: str) -> Iterator[tuple[Instruction, Op | None]]:
+        """Start it, where there is another rank."""
+        if self.seconds:
+            yield Start(f"{self.what} of {block}", self.link, self.seconds), None
+
+    def end(self, block: str) -> Iterator[tuple[Instruction, Op | None]]:
+        """Wait for it, and copy what came."""
+        if self.seconds:
+            yield Wait(f"{self.what} of {block}"), None
+        yield Compute(f"copy of {self.what} of {block}", self.copies), None
+
+
+def _gathers(hardware: Hardware, model: Model, kind: AnyKind, tp: int, ranks: int, prefix: str) -> list[_Gather]:
+    """Gathers of a block on a stage of `ranks` ranks; none of what one rank has in the type that it computes in."""
+    found = []
+    for what, (count, degree) in zip(("weights", "experts"), divided(model, kind, tp), strict=False):
+        replicas, size = ranks // degree, count * model.element_bytes
+        if replicas == 1 and model.element_bytes == GRADIENT_BYTES:
+            continue
+        # FSDP2 copies shards to what it sends, and what it gathered to the weights; those of one rank to the weights.
+        copies = (2 * (1 + 1 / replicas) if replicas > 1 else 2) * size / hardware.device.bytes_per_second
+        seconds = hardware.collective_seconds("all_gather", replicas, size, degree)
+        found.append(_Gather(prefix + what, hardware.link_of(replicas, degree), seconds, copies))
+    return found
+
+
 def _gathered(
-    ops: Sequence[tuple[Instruction, Op | None]],
-    seconds: Sequence[float],
-    copies: Sequence[float],
-    link: str,
-    prefix: str,
-    which: str,
+    ops: Sequence[tuple[Instruction, Op | None]], gathers: Sequence[Sequence[_Gather]], which: str
 ) -> list[tuple[Instruction, Op | None]]:
-    """A pass with the all-gather of each block's sharded weights, under the ops of the block before (FSDP)."""
+    """A pass with the all-gathers of each block's sharded weights, under the ops of the block before (FSDP)."""
     first: dict[int, int] = {}
     for at, (_, op) in enumerate(ops):
-        if op is not None and op.kind in ("F", "R", "B"):
+        if op is not None and op.kind in ("F", "D", "R", "B", "BF"):
             first.setdefault(op.block, at)
     order = sorted(first, key=lambda block: first[block])
     starts = {first[block]: following for block, following in pairwise(order)}
+    label = f"block {{}} {which}".format
     found: list[tuple[Instruction, Op | None]] = []
-
-    def name(block: int) -> str:
-        return f"{prefix}weights of block {block} {which}"
-
     for at, each in enumerate(ops):
         if at == first[order[0]]:
-            found.append((Start(name(order[0]), link, seconds[order[0]]), None))
-        if each[1] is not None and first.get(each[1].block) == at:
-            found.append((Wait(name(each[1].block)), None))
-            found.append((Compute(f"copy of {name(each[1].block)}", copies[each[1].block]), None))
+            found += [start for gather in gathers[order[0]] for start in gather.start(label(order[0]))]
+        block = -1 if each[1] is None else each[1].block
+        if first.get(block) == at:
+            found += [end for gather in gathers[block] for end in gather.end(label(block))]
         if at in starts:
-            found.append((Start(name(starts[at]), link, seconds[starts[at]]), None))
+            found += [start for gather in gathers[starts[at]] for start in gather.start(label(starts[at]))]
         found.append(each)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
@@ -34,13 +36,22 @@ def in_flight_bytes(model: Model, tp: int, samples: float, sub_batches: int) -> 
     return 2 * model.unit_bytes(samples) + largest
 
 
+def divided(model: Model, kind: AnyKind, tp: int) -> list[tuple[int, int]]:
+    """(parameters on a rank, ranks that they are divided over) of a block: all but balanced experts, and these."""
+    experts = model.expert_parameters(kind)
+    dense = (model.block_parameters(kind, tp) - experts, tp)
+    return [dense, (experts, model.expert_parallel)] if experts else [dense]
+
+
 def stage_parameters(plan: Plan, number: int) -> list[tuple[int, int]]:
-    """(parameters per rank, replicas) of each segment of a stage and of the embeddings."""
+    """(parameters per rank, replicas) of each segment of a stage, its experts apart, and of the embeddings."""
     model, parts = plan.model, []
     for first, segment in plan.placed(number):
-        numbers = range(first, first + segment.num_blocks)
-        count = sum(model.block_parameters(model.kind_of(b), segment.tp) for b in numbers)
-        parts.append((count, plan.stage_ranks // segment.tp))
+        counts = Counter[int]()
+        for block in range(first, first + segment.num_blocks):
+            for count, degree in divided(model, model.kind_of(block), segment.tp):
+                counts[degree] += count
+        parts += [(count, plan.stage_ranks // degree) for degree, count in counts.items()]
     outside = end_parameters(plan, number)
     if outside:
         parts.append((outside, plan.stage_ranks // embedding_segment(plan).tp))

@@ -16,6 +16,7 @@ from oases.planner.ends import embedding, embedding_backward, exposed, head
 from oases.planner.gradients import AT_THE_END, Gradients, GradientSums
 from oases.planner.lowered import Lowered, Tagged
 from oases.planner.memory import (
+    divided,
     embedding_segment,
     end_parameters,
     shared_parameters,
@@ -246,14 +247,14 @@ class StageModel:
         many, own = self.plan.micro_batches, embedding_segment(self.plan).tp
         if many == 1:
             return
-        layers, block, parameters = self.plan.layers_of(part), part.first_block, 0
+        layers, block = self.plan.layers_of(part), part.first_block
+        counts = [(self.model.end_parameters(layers.start, layers.stop, own), own)]
         for segment in part.segments:
-            numbers = range(block, block := block + segment.num_blocks)
-            parameters += sum(self.model.block_parameters(self.model.kind_of(b), segment.tp) for b in numbers)
-        parameters += self.model.end_parameters(layers.start, layers.stop, own)
+            for number in range(block, block := block + segment.num_blocks):
+                counts += divided(self.model, self.model.kind_of(number), segment.tp)
+        # Where replicas share them, of this rank's share.
+        parameters = sum(n / (self.plan.stage_ranks // degree if self._shares else 1) for n, degree in counts)
         moved = parameters * (2 * GRADIENT_BYTES + self.model.element_bytes) * (many - 1) / many
-        if self._shares:  # of this rank's share
-            moved /= self.plan.stage_ranks // own
         yield Compute(f"{prefix}accumulated gradients", moved / self.hardware.device.bytes_per_second)
 
     def finish(self) -> Iterator[Instruction]:

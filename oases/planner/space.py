@@ -118,9 +118,10 @@ class Setting:
         ]
 
     def _divides_experts(self, model: Model, tp: int) -> bool:
-        """Whether experts are divided over more ranks than tensor parallelism has, and their state is not sharded."""
-        degree, whole = model.expert_parallel, not self.zero and not self.fsdp
-        return not degree or (whole and degree > tp and self.stage_ranks % degree == degree % tp == 0)
+        """Whether experts are divided over more ranks than tensor parallelism has, and shards of them are even."""
+        degree, ranks = model.expert_parallel, self.stage_ranks
+        even = not (self.zero or self.fsdp) or model.num_experts % ranks == 0
+        return not degree or (even and degree > tp and ranks % degree == degree % tp == 0)
 
     def held(self, stage: int) -> tuple[tuple[int, int], ...]:
         """Micro-batches in flight on a stage and with deferred weight gradients, over all its model parts.

@@ -83,11 +83,6 @@ def _check_expert_degree(plan: Plan, degree: int) -> None:
             f"plan: expert_parallel {degree} must divide a stage's {plan.stage_ranks} ranks and be a multiple of tp "
             f"{tp}"
         )
-    if plan.zero or plan.fsdp:
-        raise UsageError(
-            f"plan: zero and fsdp shard over replicas, and experts are divided over {degree} ranks; leave out one of "
-            "them"
-        )
 
 
 def _check_experts(plan: Plan, given: Experts) -> None:

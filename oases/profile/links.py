@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.execution.clock import Clock
-from oases.execution.group import ProcessGroup, group_rank, scheduler_of
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, scheduler_of
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.simulator.links import LinkModel, Sample, fit_link
 from oases.simulator.program import Contention
@@ -161,9 +161,8 @@ def _fit(samples: list[Sample]) -> tuple[LinkModel | None, str]:
         link, failed = fit_link(samples, Contention()), ""
     except ValueError as error:
         link, failed = None, str(error)
-    everyone = [failed] * dist.get_world_size()
-    dist.all_gather_object(everyone, failed)  # same samples, but arithmetic may differ between ranks
-    failed = next((each for each in everyone if each), "")
+    # Same samples, but arithmetic may differ between ranks.
+    failed = next((each for each in all_gather_objects(failed, dist.group.WORLD) if each), "")
     return (None if failed else link), failed
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from oases.execution.clock import synchronize
 from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup, scheduler_of
+from oases.execution.group import ProcessGroup, all_gather_objects, scheduler_of
 from oases.execution.wire import NullScheduler, Scheduler
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
@@ -119,7 +119,7 @@ class OverlapBench:
         self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
         # The least compute: no matmul is recomputed only for an all-reduce. Whole batch or sub-batches, whichever
         # is faster on this machine; the ideal takes the faster.
-        self._alone = {
+        self.compute_alone = {
             "compute alone": config.resolve_schedule("fine_grained", layer_of),
             "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
         }
@@ -165,7 +165,7 @@ class OverlapBench:
         return forward, backward
 
     def _run_as(self, name: str) -> None:
-        self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
+        self.stack.run_as(self.compute_alone[name] if name in self.compute_alone else self.schedules[name])
         self.stack.wire_dtype = self.wire_dtypes.get(name)
 
     def peer_step(self, name: str) -> Passes:
@@ -261,17 +261,15 @@ class OverlapBench:
             for record in self.scheduler.take_records()
             if names_op(record.label)
         ]
-        everyone: list[Any] = [None] * self.scheduler.size
-        dist.all_gather_object(everyone, (spans, records), group=self.group)
-        return from_measurements(name, everyone)
+        return from_measurements(name, all_gather_objects((spans, records), self.group))
 
     def alone(self, name: str) -> Callable[[], Passes]:
         """Step of "compute alone", "compute alone, cut" or "communication alone"."""
-        return self.communicate if name not in self._alone else lambda: self.step(name, NullScheduler())
+        return self.communicate if name not in self.compute_alone else lambda: self.step(name, NullScheduler())
 
     def steps(self) -> dict[str, Callable[[], Passes]]:
         """Steps of the contestants by name, to run in turns. "auto" runs a candidate until `choose` was called."""
-        found = {name: self.alone(name) for name in (*self._alone, "communication alone")}
+        found = {name: self.alone(name) for name in (*self.compute_alone, "communication alone")}
         for name in self.schedules:
             found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:

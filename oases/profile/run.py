@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.execution.clock import Clock
-from oases.execution.group import ProcessGroup
+from oases.execution.group import ProcessGroup, all_gather_objects
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs, with_layers
 from oases.kernels.quantized import dequantize, quantize
@@ -70,8 +70,7 @@ def measure_device(config: ProfileConfig) -> Device:
     """Rates with all ranks at work. Collective: every rank must call this."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     clock = Clock(device)
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = all_gather_objects(socket.gethostname(), dist.group.WORLD)
     ranks_here = hosts.count(socket.gethostname())  # they share its memory, whatever nodes they represent
     size = _PRODUCT[config.device]
     a, b = torch.randn(2, size, size, device=device).to(dtype)

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from oases.errors import UsageError, make_folder
-from oases.execution.group import ProcessGroup, group_rank
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import make_placement, owner_only
 from oases.moe.traces import Recorder, replay
-from oases.train.checkpoint.coordination import all_gather_objects
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from autotp.comparison import FLOOR, said
-from autotp.staged import trained_in_stages
+from autotp.staged import mesh_of as stage_mesh
+from autotp.staged import shares, trained_in_stages
 from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,6 +17,7 @@ import oases
 from oases.autotp.balanced import BalancedExperts
 from oases.execution.group import group_of, scheduler_of
 from oases.moe.placement_data import Placement, owner_only
+from oases.parallel.fsdp import local
 from oases.parallel.sharding import cuts, holders
 
 
@@ -116,6 +118,9 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
+    experts = [(n, p) for n, p in parallel.named_parameters() if ".experts." in n]
+    worst["states"] = sum(ours.state[p]["exp_avg"].numel() for _, p in experts if p in ours.state)
+    worst["whole"] = sum(model.get_parameter(name).numel() for name, _ in experts)
     held = {state.name: state.module.get_parameter(state.mlp.up).shape[0] for state in states_of(parallel)}
     runner = parallel.oases_partition.layers[0].runner
     worst |= {
@@ -155,6 +160,56 @@ def staged(name, shape, options):
     options = {"experts": "balanced", **options}
     with patch.object(torch.Tensor, "float", lambda x, **options: x.to(torch.float64, **options)):
         return trained_in_stages(name, shape, options, 2, 10, prepare=in_float64, before=place)
+
+
+def sharded_session(name, shape, options, dtype=torch.float64, seed=0, **changed):
+    """A model in a stage, and its AdamW, in one parameter group as users make it."""
+    model = build(name, seed, **changed).to(dtype)
+    in_float64(model)
+    oases.parallelize(model, mesh=stage_mesh(*shape), micro_batches=2, experts="balanced", **options)
+    return model, oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3, foreach=True)
+
+
+def stepped(name, shape, model, optimizer, steps):
+    """Losses and gradient norms of steps."""
+    found = []
+    for step in steps:
+        data = shares(batch(name, samples=8, seed=step), shape, model)
+        optimizer.zero_grad()
+        found.append(float(model.train_step(**data).detach()))
+        found.append(float(oases.clip_grad_norm(model, 0.5)))
+        optimizer.step()
+    return found
+
+
+def states_shared(name, changed, shape, options, other_shape, other, folder):
+    """Share of AdamW's state on this rank, of experts and of all else; steps here and from a checkpoint; weights."""
+    with patch.object(torch.Tensor, "float", lambda x, **options: x.to(torch.float64, **options)):
+        whole = {name: 2 * 8 * each.numel() for name, each in build(name, **changed).named_parameters()}
+        model, optimizer = sharded_session(name, shape, options, **changed)
+        stepped(name, shape, model, optimizer, range(2))
+        share = {}
+        for of_experts in (True, False):
+            named = [(n, p) for n, p in model.named_parameters() if (".experts." in n) == of_experts]
+            states = (optimizer.state[p][kind] for _, p in named for kind in ("exp_avg", "exp_avg_sq"))
+            share[of_experts] = sum(local(each).nbytes for each in states) / sum(whole[n] for n, _ in named)
+        oases.save_checkpoint(folder, model, optimizer, step=2)
+        model.save_pretrained(folder / "pretrained")
+        full = oases.full_state_dict(model)
+        expected = stepped(name, shape, model, optimizer, range(2, 5))
+        again, anew = sharded_session(name, other_shape, other, seed=1, **changed)
+        oases.load_checkpoint(folder, again, anew)
+        found = stepped(name, other_shape, again, anew, range(2, 5))
+    return share[True], share[False], expected, found, full
+
+
+def losses_in_bfloat16(name, shape, ways):
+    """Losses and norms of each way to shard; weights are computed in bfloat16, and shards are their masters."""
+    found = []
+    for options in ways:
+        model, optimizer = sharded_session(name, shape, {"dtype": torch.bfloat16, **options}, torch.float32)
+        found.append(stepped(name, shape, model, optimizer, range(2)))
+    return found
 
 
 def on_wires(name, dims, wires):

@@ -6,10 +6,12 @@ import transformers
 from autotp.balanced_runs import (
     dropping,
     loss_of,
+    losses_in_bfloat16,
     on_wires,
     refused,
     saved_and_loaded,
     staged,
+    states_shared,
     trained,
     unevenly_split,
 )
@@ -25,7 +27,9 @@ CLOSE = 1e-10
 SLOW = pytest.mark.slow
 
 
-def require_close(results, held=None, in_pieces=True):
+def require_close(results, held=None, in_pieces=True, zero=False):
+    if zero:
+        assert sum(each["states"] for each in results) == results[0]["whole"], "each state is on one rank"
     for result in results:
         assert result["in_pieces"] == in_pieces * result["sub_batches"] * len(result["held"]), "all-to-alls are ops"
         assert result["logits"] <= CLOSE
@@ -51,7 +55,7 @@ def require_close(results, held=None, in_pieces=True):
     ],
 )
 def test_ten_steps_are_those_of_one_process(two_ranks, name, dims, options, placed, held):
-    require_close(two_ranks.run(trained, name, dims, options, 10, placed), held)
+    require_close(two_ranks.run(trained, name, dims, options, 10, placed), held, zero="zero" in options)
 
 
 @pytest.mark.slow
@@ -66,7 +70,8 @@ def test_ten_steps_are_those_of_one_process(two_ranks, name, dims, options, plac
     ],
 )
 def test_ten_steps_over_four_ranks(four_ranks, name, dims, options, held):
-    require_close(four_ranks.run(trained, name, dims, options, 10, True), held, "recompute" not in options)
+    results = four_ranks.run(trained, name, dims, options, 10, True)
+    require_close(results, held, "recompute" not in options, "zero" in options)
 
 
 MESHES = [  # pp, dp, tp
@@ -75,6 +80,10 @@ MESHES = [  # pp, dp, tp
     ((2, 2, 1), {"zero": True, "expert_parallel": 1}),
     ((1, 2, 2), {"fsdp": True, "expert_parallel": 2}),
     ((1, 4, 1), {"expert_parallel": 2}),
+    ((1, 4, 1), {"fsdp": True, "expert_parallel": 2}),
+    ((1, 2, 2), {"fsdp": True}),
+    ((1, 2, 2), {"zero": True, "expert_parallel": 1, "recompute": "full"}),
+    ((2, 2, 1), {"zero": True, "pipeline": "zb_h1"}),
 ]
 
 
@@ -90,6 +99,45 @@ MESHES = [  # pp, dp, tp
 def test_stages_train_as_one_process(four_ranks, name, shape, options):
     """Losses and norms of ten steps of AdamW; copies of all experts everywhere from the second on."""
     assert apart(four_ranks.run(staged, name, shape, options)) <= CLOSE
+
+
+SHARDED = {
+    "experts of two": ((1, 4, 1), {"fsdp": True, "expert_parallel": 2}),
+    "experts of all": ((1, 2, 2), {"zero": True, "expert_parallel": 1}),
+    "experts of one": ((1, 2, 2), {"fsdp": True, "expert_parallel": 4}),
+}
+"""Meshes by the number of ranks that have the same experts, and so share their state."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other", "number"),
+    [
+        ("experts of two", "experts of all", 4),
+        ("experts of all", "experts of one", 4),
+        ("experts of one", "experts of two", 4),
+        ("experts of two", "experts of all", 2),
+    ],
+)
+def test_the_state_of_experts_is_sharded_and_goes_on_at_another_mesh(four_ranks, tmp_path, one, other, number):
+    """Each rank has a quarter of the state of four experts; of two, which two ranks have each, one of them does."""
+    changed = {"num_local_experts": number}
+    results = four_ranks.run(states_shared, "mixtral", changed, *SHARDED[one], *SHARDED[other], tmp_path)
+    assert sorted(experts for experts, *_ in results) == ([0.25] * 4 if number == 4 else [0.0, 0.0, 0.5, 0.5])
+    for _, others, expected, found, _ in results:
+        assert others <= 0.55
+        assert found == pytest.approx(expected, rel=CLOSE)
+    saved, full = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "pretrained"), results[0][-1]
+    for key, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, full[key]), key
+
+
+@pytest.mark.slow
+def test_experts_are_masters_of_what_is_computed_in_bfloat16(four_ranks):
+    ways = [{"fsdp": True, "expert_parallel": degree} for degree in (2, 4)] + [{"zero": True, "expert_parallel": 1}]
+    for losses in four_ranks.run(losses_in_bfloat16, "mixtral", (1, 2, 2), ways):
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+        assert losses[2] == pytest.approx(losses[0], rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +168,13 @@ def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, ch
     for error in two_ranks.run(refused, name, {"tp": 2}, options, changed):
         assert error.startswith("UsageError")
         assert why in error
+
+
+def test_experts_that_no_stack_runs_are_sharded_as_other_weights_or_refused(two_ranks):
+    options = {"schedule": "layers", "fsdp": True, "expert_parallel": 2, "micro_batches": 2}
+    for error in two_ranks.run(refused, "mixtral", {"pp": 1, "dp": 2, "tp": 1}, options, {}):
+        assert error.startswith("UsageError: fsdp and zero with stages shard model.layers.0.mlp.experts.")
+        assert error.endswith("give expert_parallel=1, or another schedule than 'layers'")
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Lists of layers: of a single one, of several classes; parts of layers that stay whole."""
 
+import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
-from autotp.comparison import ACROSS, INSIDE
+from autotp.comparison import ACROSS, CLOSE, INSIDE
 from autotp.plain_models import Block, Plain, beside_itself, spec
 from autotp.staged import apart, trained_in_stages
 from autotp.zoo import build
@@ -12,8 +14,9 @@ from autotp.zoo_runs import trained_beside_itself
 from torch import nn
 
 import oases
-from oases.autotp.export import twin_of
-from oases.autotp.layers import observe
+from oases.autotp import program
+from oases.autotp.export import export, twin_of
+from oases.autotp.layers import example_inputs, observe
 from oases.errors import OverlapError
 
 TOLD = "every rank computes these layers whole"
@@ -51,6 +54,16 @@ class Mixed(Plain):
         return self.head(x)
 
 
+class Alternating(Plain):
+    """Layers of two kinds in turn, in which another part has the layer's number as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([(Bent if place % 2 else Block)() for place in range(4)])
+        for place, layer in enumerate(self.layers):
+            (layer.up if place % 2 else layer.attn).number = place
+
+
 @pytest.mark.parametrize(
     ("kind", "args", "names"),
     [
@@ -78,6 +91,34 @@ def test_models_equal_themselves(two_ranks, kind, args, layers, runs):
         assert (found["layers"], found["runs"]) == (layers, runs)
 
 
+def traced_of_alternating():
+    """Layers that `parallelize` traces, and how far apart the models are."""
+    with mock.patch.object(program, "export", wraps=program.export) as traces:
+        worst, report = beside_itself(Alternating)
+    return [type(call.args[0]).__name__ for call in traces.call_args_list], worst, report["layers"][0]["runs"]
+
+
+@pytest.mark.long
+def test_layers_of_a_kind_are_traced_once(two_ranks):
+    for traced, worst, runs in two_ranks.run(traced_of_alternating):
+        assert traced == ["Block", "Bent"] * 2  # to find what is sharded, and for lengths that vary
+        assert worst < CLOSE
+        assert runs == ACROSS
+
+
+@pytest.mark.long
+def test_a_layer_is_traced_as_it_runs_and_not_in_its_form_for_exporting():
+    """The gated delta rule solves a triangular system, which Qwen3-Next exports as a loop of 63 rows."""
+    model = build("qwen3_next")
+    asks = vars(sys.modules[type(model).__module__])["is_torchdynamo_exporting"]
+    (layers,) = observe(twin_of(model), example_inputs(model)).lists
+    call = layers.calls[0]
+    ops = [str(node.target) for node in export(call.module, call.args, call.kwargs).graph.nodes]
+    assert ops.count("aten.linalg_solve_triangular.default") == 2
+    assert len(ops) < 300
+    assert vars(sys.modules[type(model).__module__])["is_torchdynamo_exporting"] is asks
+
+
 def hybrid(name, dtype):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -93,10 +134,12 @@ def hybrid(name, dtype):
     [
         pytest.param("jamba", torch.float32, 1e-5, "mamba", marks=pytest.mark.slow),
         ("lfm2", torch.float64, 1e-6, "conv"),
+        # Its own gradient of dt_bias is 1.8e-5 from that of its rule computed in float64.
+        ("qwen3_next", torch.float32, 4e-5, "linear_attn"),
     ],
 )
 def test_parts_of_hybrids_that_stay_whole_are_told_of(two_ranks, name, dtype, close, part):
-    """Mamba's scan, and the losses of both, are in float32 whatever the model's type."""
+    """Mamba's scan, the gated delta rule and the losses are in float32 whatever the model's type."""
     for rank, (found, told) in enumerate(two_ranks.run(hybrid, name, dtype)):
         assert found["logits"] <= close
         assert found["gradients"][0] <= close, found["gradients"]

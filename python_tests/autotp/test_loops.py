@@ -1,17 +1,25 @@
-"""Loops over layers as authors write them: what is called when, on what, and who else reads it."""
+"""Loops over layers as authors write them: what is called when, on what, and who else reads it; loops within them."""
+
+import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from autotp.comparison import ACROSS, CLOSE, INSIDE, WHOLE
+from autotp.comparison import ACROSS, CLOSE, INSIDE, WHOLE, said
 from autotp.plain_models import (
     WIDTH,
     Block,
     Plain,
     beside_itself,
+    made,
+    spec,
+    tokens,
 )  # fmt: skip
 from torch import nn
 
+import oases
+from oases.autotp import program, watched_call
 from oases.autotp.export import UnsplittableError, export, twin_of, without_data
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -220,3 +228,62 @@ def test_layers_that_begin_to_keep_values_are_refused(training, args, what):
     layer, x = twin_of(Counts().train(training)), without_data(torch.randn(3, 5, WIDTH))
     with pytest.raises(UnsplittableError, match=f"^Counts sets {what} in its forward$"):
         export(layer, (x, *args), {})
+
+
+class Recurrent(Block):
+    """A layer with a loop over tokens, of three calls for each."""
+
+    def forward(self, x):
+        total, rows = 0, []
+        for row in x.unbind(1):
+            total = total * 0.5 + row
+            rows.append(total.tanh())
+        return super().forward(torch.stack(rows, 1))
+
+
+def too_long(most):
+    """Difference from the plain model, report, number of traces, error where overlap is required, and warnings."""
+    with (
+        mock.patch.object(watched_call, "MOST_CALLS", most),
+        mock.patch.object(program, "export", wraps=program.export) as traces,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        worst, report = beside_itself(Plain, (Recurrent,))
+        traced = traces.call_count
+        required = said(lambda: oases.parallelize(made(Plain, Recurrent), spec=spec(), require_overlap=True))
+    return worst, report["layers"][0], traced, required, [str(each.message) for each in told]
+
+
+def test_layers_that_are_too_long_to_trace_stay_whole(two_ranks):
+    why = "Recurrent calls more than 30 functions of torch, whose trace would take minutes: "
+    for rank, (worst, layers, traced, required, told) in enumerate(two_ranks.run(too_long, 30)):
+        assert worst < CLOSE
+        assert (layers["runs"], traced) == (WHOLE, 1)
+        assert layers["reason"].startswith(why)
+        assert required.startswith("OverlapError: require_overlap: every rank computes these layers whole")
+        assert f"layers (2 layers, 80% of the parameters): {why}" in required
+        assert "make the loop one op by torch.library.custom_op" in required
+        assert len([text for text in told if why in text]) == (rank == 0)
+
+
+class Growing(Recurrent):
+    """The same, whose traces are not those of the test above."""
+
+
+def longer_later():
+    model = oases.parallelize(made(Plain, Growing), spec=spec())
+    model(tokens())
+    with (
+        mock.patch.object(watched_call, "MOST_CALLS", 60),
+        mock.patch.object(program, "export", wraps=program.export) as traces,
+    ):
+        return said(lambda: model(tokens(length=20))), traces.call_count
+
+
+@pytest.mark.long
+def test_a_call_that_makes_a_layer_too_long_is_an_error_with_the_remedy(two_ranks):
+    for text, traced in two_ranks.run(longer_later):
+        assert text.startswith("UsageError: Growing calls more than 60 functions of torch")
+        assert "spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole" in text
+        assert traced == 1  # no other lengths are tried

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from autotp.comparison import CLOSE, INSIDE
+from autotp.comparison import ACROSS, CLOSE, INSIDE
 from autotp.plain_models import WIDTH, Block, Plain, beside_itself
 from torch import nn
 
@@ -65,6 +65,7 @@ APART = {
     "norm": lambda x: F.layer_norm(x, x.shape[1:]) + F.rms_norm(x, (WIDTH,)) + F.group_norm(x, 1),
     "shapes": lambda x: (x.reshape(-1, WIDTH) + torch.zeros(x.shape[0] * x.shape[1], 1)).view_as(x),
     "triangle": lambda x: x.tril(),
+    "solved": lambda x: torch.linalg.solve_triangular(x[..., :5], x, upper=False, unitriangular=True),
     "padded": lambda x: F.pad(x, (0, 0, 1, 0))[:, 1:],
     "rows": lambda x: F.embedding((x[..., 0] > 0).long(), torch.ones(2, WIDTH)) + F.one_hot(x[..., 0].long(), WIDTH),
     "gathered": lambda x: x.gather(1, torch.zeros(x.shape, dtype=torch.long)).scatter(1, (x > 0).long(), 1.0),
@@ -125,3 +126,21 @@ def test_layers_that_relate_samples_equal_themselves(two_ranks, kind, op):
         assert report["layers"][0]["runs"] == INSIDE
         assert f"aten.{op}." in report["layers"][0]["reason"]
         assert "relates elements along dimension 0" in report["layers"][0]["reason"]
+
+
+class Solved(Block):
+    """Heads whose tokens solve a triangular system, as those of the gated delta rule."""
+
+    def forward(self, x):
+        q, k, v = self.attn.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = torch.linalg.solve_triangular(q @ k.transpose(-1, -2), v, upper=False, unitriangular=True)
+        x = x + self.attn.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.long
+def test_a_solve_is_sharded_by_heads(two_ranks):
+    for worst, report in two_ranks.run(beside_itself, Plain, (Solved,)):
+        assert worst < CLOSE
+        assert report["layers"][0]["runs"] == ACROSS
+        assert "attn.qkv.weight" in report["layers"][0]["column"]

@@ -108,6 +108,11 @@ HYBRIDS = {
     "lfm2": (
         "Lfm2ForCausalLM", dict(**GATED, layer_types=["conv", "full_attention"], block_multiple_of=8, pad_token_id=0)
     ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        dict(**GATED, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
+             linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0),
+    ),
 }  # fmt: skip
 """Models whose layers are of two kinds, of which one is no attention."""
 

@@ -41,6 +41,11 @@ def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, 
     result, steps = two_ranks.run(run)[0]
     sent = 4 * 8 * 32 * 4 / 1e6  # seconds of an all-reduce
     assert result["schedules"]["sync"]["predicted_seconds"] == pytest.approx(4 * 3.0 + 8 * sent)
+    at_speed = result["schedules"]["sync"]["predicted_at_speed_seconds"]
+    assert at_speed == pytest.approx(result["compute_seconds"] + 8 * sent), (
+        "compute as it was, the link of the profile"
+    )
+    assert result["compute_over_profile"] == pytest.approx(result["compute_seconds"] / (4 * 3.0))
     row = result["schedules"]["oases@2"]
     assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
     packed = (1 + 1 / 32) / 4 * sent + (1.5 - 0.5 / 2) * 4 * 8 * 32 * 4 / 1e7

@@ -6,7 +6,7 @@ import pytest
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.forecast import KEEPS, Forecast, Planner
-from oases.moe.placement import make_placement
+from oases.moe.placement import make_placement, plan
 from oases.moe.traces import generate
 
 COSTS = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -116,3 +116,16 @@ def test_a_forecast_without_tokens_moves_nothing():
         forecast.observe([[0, 0], [0, 0]])
     assert forecast.counts().tolist() == [[0, 0], [0, 0]]
     assert Planner(COSTS).next([[0, 0], [0, 0]]).moved == ()
+
+
+def test_what_stays_is_predicted_within_the_hysteresis_of_every_method():
+    planner = Planner(COSTS)
+    for counts in generate(experts=8, devices=2, tokens=4096, steps=40, drift=0.05, seed=2):
+        last = planner.next(counts)
+        expected = planner.forecast.counts()
+        best = min(
+            plan(expected, COSTS, method=method).predicted_seconds
+            for method in ("none", "faster_moe", "eplb", "prophet")
+        )
+        assert (1 - planner.hysteresis) * last.predicted_seconds <= best * (1 + 1e-9)
+    assert 0 < planner.changes < 40

@@ -13,7 +13,7 @@ from block_examples import WIDTH, compare, make_stack, plain_blocks
 from oases import OverlappedColumnLinear
 from oases.errors import OverlapError, UsageError
 from oases.execution.failure import FailedRankError
-from oases.parallel import autotune, tunings
+from oases.parallel import autotune
 from oases.parallel.autotune import Autotune
 from oases.parallel.tunings import Tunings, bucket_of, candidates, labelled, waves_of
 from oases.schedule import generate
@@ -75,7 +75,7 @@ def test_the_fastest_on_the_slowest_rank_is_chosen_and_repeated(two_ranks, tmp_p
 def test_calls_in_flight_are_counted_for_their_own_candidates(monkeypatch):
     """A pipeline begins several calls before the first of them ends."""
     monkeypatch.setattr(autotune, "group_size", lambda group: 2)
-    monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    monkeypatch.setattr(autotune, "all_gather_objects", lambda mine, group: [mine])
     tuning = Autotune({"off": 1, "on": 2, "more": 4}, None, "", has_off=True, keep=False)
     seconds = {"off": 1.0, "on": 0.9, "more": 0.88}
     flying = [tuning.begin_turn() for _ in range(3)]
@@ -103,7 +103,7 @@ def test_calls_in_flight_are_counted_for_their_own_candidates(monkeypatch):
 def test_choosing_costs_less_than_a_percent_of_a_thousand_steps(monkeypatch, of_each, chosen):
     """Candidates are off and two each of 2, 4 and 8 sub-batches; the percent is of the time of the best."""
     monkeypatch.setattr(autotune, "group_size", lambda group: 2)
-    monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    monkeypatch.setattr(autotune, "all_gather_objects", lambda mine, group: [mine])
     waves = ["abc", "de", "fg"]
     seconds = dict(zip("abcdefg", of_each, strict=True))
     tuning = Autotune(dict.fromkeys(seconds, 0), None, "", has_off=True, keep=False, waves=waves)
@@ -128,7 +128,7 @@ def test_choosing_costs_less_than_a_percent_of_a_thousand_steps(monkeypatch, of_
 def test_noise_does_not_choose(monkeypatch, of_each, noise, most_off, within):
     """Shares of 200 seeds: few choose what overlaps where that is slower, most what is nearly the fastest."""
     monkeypatch.setattr(autotune, "group_size", lambda group: 2)
-    monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    monkeypatch.setattr(autotune, "all_gather_objects", lambda mine, group: [mine])
     seconds = dict(zip("abcdefg", of_each, strict=True))
     wrong, near, excess = 0, 0, []
     for seed in range(200):
@@ -157,11 +157,10 @@ def test_spread_is_what_neither_candidate_nor_round_explains():
 @pytest.mark.parametrize("lengths", [range(1, 2000), [10**6, 10, 3000] * 700])
 def test_choosing_for_many_shapes_costs_no_more(monkeypatch, tmp_path, lengths):
     """Every power of two of the length is another shape; candidates but the best take 1.5 times as long."""
-    monkeypatch.setattr(tunings, "group_size", lambda group: 2)
     monkeypatch.setattr(autotune, "group_size", lambda group: 2)
     monkeypatch.setattr(autotune, "group_rank", lambda group: 0)
     monkeypatch.setattr(autotune, "cache_path", lambda: tmp_path / "s.json")
-    monkeypatch.setattr(autotune.dist, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    monkeypatch.setattr(autotune, "all_gather_objects", lambda mine, group: [mine])
     monkeypatch.setattr(autotune.dist, "broadcast_object_list", lambda found, group, group_src: None)
     found = Tunings(("auto", "auto", "none"), 2, None, may_be_off=True)
     lost, draw = 0.0, random.Random(0)

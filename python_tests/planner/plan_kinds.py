@@ -19,6 +19,13 @@ KINDS = {
     "fsdp": (ONE | {"degrees": (2,), "zero": (False,), "fsdp": (True,)}, {"zero": False}),
     "bfloat16 sums": (ONE | {"degrees": (2,), "wire": ("bfloat16",)}, {"wire": "bfloat16"}),
     "experts": (ONE | {"degrees": (2,), "expert_parallel": (4,)}, {"tp": 2, "stages": 1, "experts": 4}),
+    **{
+        f"experts, {way}": (
+            ONE | {"degrees": (1,), "expert_parallel": (2,), way: (True,), "zero": (way == "zero",)},
+            {"tp": 1, "experts": 2, way: True},
+        )
+        for way in ("zero", "fsdp")
+    },
     "sequence-parallel": (ONE | {"degrees": (2,), "sequence_parallel": (True,)}, {"tp": 2, "stages": 1}),
     **{name: (TWO | {"pipelines": (name,)}, {"tp": 2, "micro_batches": 4}) for name in PIPELINES},
 }
@@ -31,4 +38,4 @@ def plans_of(ranked, kind):
         return [plan for plan in ranked if len(plan.stages) == 2]
     if kind == "sequence-parallel":
         return [plan for plan in ranked if all(each.sequence_parallel for s in plan.stages for each in s.segments)]
-    return [plan for plan in ranked if kind != "fsdp" or plan.fsdp]
+    return [plan for plan in ranked if not kind.endswith("fsdp") or plan.fsdp]

@@ -12,6 +12,8 @@ from oases.autotp.preconditions import require_runnable
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
+from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
+from oases.planner.space import Setting
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
@@ -49,8 +51,9 @@ def model(name):
 def test_a_kind_of_plan_sets_its_fields(name, kind):
     options, fields = KINDS[kind]
     hardware, world = cluster_called("4x3090")
-    if kind == "experts" and name != "olmoe":
-        with pytest.raises(UsageError, match="expert_parallel 4 must divide 4 ranks and the 0 experts of"):
+    if kind.startswith("experts") and name != "olmoe":
+        (degree,) = options["expert_parallel"]
+        with pytest.raises(UsageError, match=f"expert_parallel {degree} must divide 4 ranks and the 0 experts of"):
             rank_plans(model(name), hardware, world, 16, space=Space(**options))
         return
     plans = plans_of(rank_plans(model(name), hardware, world, 16, space=Space(**options)), kind)
@@ -195,6 +198,42 @@ def test_tokens_stay_inside_a_node_where_the_experts_do():
         assert costs.exchanges[1] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("degree", [8, 16])
+def test_the_state_of_experts_is_shared_by_the_ranks_that_have_them(degree):
+    """Dense weights of two ranks by eight replicas, experts by 16 / degree: by none where each rank has others."""
+    whole, zero, fsdp = (
+        experts_over(degree, 2, zero=(way == "zero",), fsdp=(way == "fsdp",)) for way in ("", "zero", "fsdp")
+    )
+    for plan in (zero, fsdp):
+        assert check(Plan.from_json(plan.to_json())) is None
+        (dense, replicas), (experts, alike), (ends, _) = stage_parameters(plan, 0)
+        assert (replicas, alike) == (8, 16 // degree)
+        assert experts == plan.model.layers * 64 * 3 * 256 * 512 // degree
+        shared = 16 * (dense // 8 + ends // 8) + 16 * experts // alike
+        shared += 4 * (dense + ends + experts * (alike > 1)) if plan.zero else 0  # ZeRO keeps whole weights besides
+        while_whole = sharding_bytes(plan.model, 2, ends, fsdp=plan.fsdp)
+        assert stage_state_bytes(plan, 0) - while_whole == pytest.approx(shared, rel=1e-6)
+    assert stage_state_bytes(whole, 0) == 16 * (dense + experts + ends)
+    names = [
+        each.name
+        for rank in Predictor(cluster_called("2x8x3090")[0]).program(fsdp).ranks
+        for each in rank
+        if hasattr(each, "name")
+    ]
+    gathers = [name for name in names if "experts of block" in name]
+    assert len(gathers) == (0 if degree == 16 else 6 * fsdp.model.layers), "forward and backward: start, wait, copy"
+
+
+def test_sharded_experts_are_searched_where_every_rank_has_some():
+    """64 experts over 8 ranks: 8 on each, which 16 ranks would share."""
+    shape, (hardware, world) = many_experts().with_expert_parallel(8), cluster_called("16x8x3090")
+    whole, zero = (
+        Setting(world, 128, 1, 1, zero).degrees(shape, hardware, Space(degrees=(2,))) for zero in (False, True)
+    )
+    assert (whole, zero) == ([2], [])
+
+
 def test_a_plan_of_experts_is_checked():
     best = experts_over(8, 2)
     assert best.text().endswith("experts over 8 ranks")
@@ -204,8 +243,6 @@ def test_a_plan_of_experts_is_checked():
         UsageError, match="expert_parallel 32 must divide a stage's 16 ranks and be a multiple of tp 2"
     ):
         check(Plan.from_json(best.to_json().replace('"expert_parallel": 8', '"expert_parallel": 32')))
-    with pytest.raises(UsageError, match="zero and fsdp shard over replicas, and experts are divided over 8 ranks"):
-        check(Plan.from_json(best.to_json().replace('"zero": false', '"zero": true')))
     with pytest.raises(UsageError, match="expert_parallel must be whole numbers of at least 0"):
         Space(expert_parallel=(-1,))
     free = rank_plans(many_experts(), *cluster_called("2x8x3090"), 16, space=Space(**ONE | {"zero": (False,)}))

@@ -90,12 +90,15 @@ def test_stages_of_a_single_layer_are_refused(single_layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)])
-def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees):
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [((1, 2, 1), {}), ((1, 1, 2), {}), ((1, 2, 1), {"fsdp": True}), ((1, 2, 1), {"zero": True})],
+)
+def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees, changes):
     mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | mixture | {"tie_word_embeddings": False}))
     expected = trained(str(tmp_path), (1, 1, 1), {"data": corpus})
-    run = {"data": corpus, "experts_mode": "balanced", "expert_parallel": 2, "placement": "eplb"}
+    run = {"data": corpus, "experts_mode": "balanced", "expert_parallel": 2, "placement": "eplb", **changes}
     for found in two_ranks.run(trained, str(tmp_path), degrees, run):
         assert found == pytest.approx(expected, rel=1e-5)
 

@@ -1,7 +1,8 @@
 """FSDP and ZeRO of a model that trains by `train_step`: weights, gradients and optimizer state over its replicas.
 
-The blocks of stacks are units of their own, which the stack's schedule gathers and frees (`oases.parallel.fsdp`). All
-other weights are one unit: embeddings, heads, and layers that do not run across layers. It stays gathered from the
+The blocks of stacks are units of their own, which the stack's schedule gathers and frees (`oases.parallel.fsdp`).
+Experts of a degree of their own are a second unit of their block, over the ranks that have the same ones. All other
+weights are one unit: embeddings, heads, and layers that do not run across layers. It stays gathered from the
 first forward pass of a step until its gradients are averaged; with ZeRO all units do. Weights that are computed in
 bfloat16 are gathered in it from float32 shards, which the optimizer updates: they are the master weights.
 """
@@ -18,66 +19,78 @@ from oases.autotp.block import GraphBlock
 from oases.autotp.program import mangled
 from oases.autotp.runner import Runner
 from oases.errors import UsageError
-from oases.execution.group import group_size
-from oases.parallel.fsdp import FsdpUnit
+from oases.execution.group import group_of, group_size
+from oases.parallel.expert_groups import ExpertGroups, groups_of_experts
+from oases.parallel.fsdp import BlockUnit, FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import is_low
 from oases.parallel.sharded_gradients import ShardedGradientAverager
 
-Place = tuple[nn.Module, str, str]
-"""Module that holds a parameter, its name there, and its name in the unit."""
 
-
-class OuterWeights(FsdpUnit):
+def _outer_weights(
+    model: nn.Module,
+    others: Iterable[nn.Parameter],
+    read_beside: Iterable[tuple[nn.Parameter, nn.Module, str]],
+    mesh: Mesh,
+    degree: int,
+    **options: Any,
+) -> HeldUnit:
     """Unit of all weights outside of stacks. While gathered they are in the model's own modules.
 
-    others: weights in stacks. read_beside: weights that a block reads, too, each with its name there.
+    others: weights in stacks. read_beside: weights that a block reads, too, each with its name there. UsageError for
+    experts of a degree of their own.
     """
+    inside, holder = {id(parameter) for parameter in others}, nn.Module()
+    named: dict[int, str] = {}
+    places: list[Place] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in inside:
+            own = named.setdefault(id(parameter), mangled(name))
+            holder.register_parameter(own, parameter)
+            path, _, last = name.rpartition(".")
+            places.append((model.get_submodule(path), last, own))
+            groups = groups_of_experts(places[-1][0])
+            if groups is not None and groups.degree != degree:
+                raise UsageError(
+                    f"fsdp and zero with stages shard {name}, which no stack of layers runs, over replicas, and "
+                    f"expert_parallel {groups.degree} is not the tensor-parallel degree; give "
+                    f"expert_parallel={degree}, or another schedule than 'layers'"
+                )
+    places += [(block, name, named[id(parameter)]) for parameter, block, name in read_beside]
+    data, weights = mesh.data(degree), mesh.weights(degree)
+    assert data is not None
+    assert weights is not None
+    return HeldUnit(holder, places, data, weights, "weights outside of layers", **options)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        others: Iterable[nn.Parameter],
-        read_beside: Iterable[tuple[nn.Parameter, nn.Module, str]],
-        mesh: Mesh,
-        degree: int,
-        **options: Any,
-    ) -> None:
-        inside, holder = {id(parameter) for parameter in others}, nn.Module()
-        named: dict[int, str] = {}
-        self._places: list[Place] = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in inside:
-                own = named.setdefault(id(parameter), mangled(name))
-                holder.register_parameter(own, parameter)
-                path, _, last = name.rpartition(".")
-                self._places.append((model.get_submodule(path), last, own))
-        self._places += [(block, name, named[id(parameter)]) for parameter, block, name in read_beside]
-        self._holder = holder
-        data, weights = mesh.data(degree), mesh.weights(degree)
+
+def _block_units(
+    block: GraphBlock, layer: nn.Module, others: Iterable[nn.Parameter], mesh: Mesh, degree: int, label: str,
+    **options: Any,
+) -> list[FsdpUnit]:  # fmt: skip
+    """Units of all weights of a block but `others`: dense ones, and experts that have other replicas than these.
+
+    Experts of which each rank has others, and in the type that they are computed in, are in no unit.
+    """
+    holder, places = nn.Module(), list[Place]()
+    alike: ExpertGroups | None = None
+    for name in block.names:
+        module, last, own = _place(layer, name)
+        groups = groups_of_experts(module) if own in block.local else None
+        if groups is not None and groups.degree != degree:
+            alike = groups
+            holder.register_parameter(own, layer.get_parameter(name))
+            places += [(module, last, own), (block, own, own)]
+    experts: list[FsdpUnit] = []
+    if alike is not None:
+        data, weights = group_of(alike.data), group_of(alike.weights)
         assert data is not None
         assert weights is not None
-        super().__init__(holder, data, weights, "weights outside of layers", **options)
-        self._put()
-
-    def gather(self) -> None:
-        """Wait until the full weights are in the model's modules."""
-        super().gather()
-        self._put()
-
-    def free(self) -> None:
-        """Free the full weights; the model's modules hold the shards again."""
-        super().free()
-        self._put()
-
-    def _put(self) -> None:
-        put_parameters(self._places, self._holder)
-
-
-def put_parameters(places: Iterable[Place], unit: nn.Module) -> None:
-    """Put the parameters that a unit holds now in the modules of the model."""
-    for module, name, own in places:
-        module._parameters[name] = unit._parameters[own]
+        if data.size() > 1 or options["dtype"] is not None:
+            experts = [HeldUnit(holder, places, data, weights, f"{label}, experts", **options)]
+    data, weights = mesh.data(degree), mesh.weights(degree)
+    assert data is not None
+    assert weights is not None
+    return [FsdpUnit(block, data, weights, label, {*others, *holder.parameters()}, **options), *experts]
 
 
 def shard_weights(
@@ -89,7 +102,7 @@ def shard_weights(
     *,
     keep: bool,
     gradient_wire: str = "",
-) -> tuple[ShardedGradientAverager, OuterWeights | None, list[FsdpUnit]]:
+) -> tuple[ShardedGradientAverager, HeldUnit | None, list[FsdpUnit]]:
     """Shard all weights of a stage over its replicas; returns the averager, the outer weights and all units.
 
     dtype: of gathered weights; None: that of the weights. keep: they stay gathered until the end of a step (ZeRO).
@@ -115,7 +128,7 @@ def shard_weights(
     read_beside: list[tuple[nn.Parameter, nn.Module, str]] = []
     seen: dict[int, str] = {}
     for runner in runners:
-        own: list[FsdpUnit] = []
+        own: list[BlockUnit] = []
         for number, block in enumerate(runner.stack.blocks):
             assert isinstance(block, GraphBlock)
             layer = runner.layers[runner.layer_of[number]]
@@ -134,17 +147,18 @@ def shard_weights(
             others = {layer.module.get_parameter(name) for name in beside}
             read_beside += [(layer.module.get_parameter(name), block, mangled(name)) for name in beside]
             label = f"{runner.name} block {number}"
-            part = runner.part
-            own.append(FsdpUnit(block, data, weights, label, others, dtype=dtype, keep=keep, part=part))
+            options = {"dtype": dtype, "keep": keep, "part": runner.part}
+            made = _block_units(block, layer.module, others, mesh, degree, label, **options)
+            units += made
+            own.append(made[0] if len(made) == 1 else JoinedUnits(made))
             put_parameters(places, block)
             inside += [parameter for parameter in block.parameters() if parameter not in others]
         runner.stack.shard(own)
         runner.sharded = True
-        units += own
     outside = [each for each in model.parameters() if all(each is not held for held in inside)]
     outer = None
     if outside:
-        outer = OuterWeights(model, inside, read_beside, mesh, degree, dtype=dtype, keep=keep)
+        outer = _outer_weights(model, inside, read_beside, mesh, degree, dtype=dtype, keep=keep)
     if outer is not None:
         units.insert(0, outer)
     model.register_forward_pre_hook(_require_step(outer))
@@ -156,7 +170,7 @@ def _place(layer: nn.Module, name: str) -> Place:
     return layer.get_submodule(path), last, mangled(name)
 
 
-def _require_step(outer: OuterWeights | None) -> Any:
+def _require_step(outer: HeldUnit | None) -> Any:
     def check(module: nn.Module, args: Any) -> None:
         if outer is not None and not outer.is_whole:
             raise RuntimeError(

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -15,17 +14,17 @@ from oases.autotp.export import take_dtypes
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import Dataflow, dataflow_of
-from oases.autotp.pipeline.fsdp import OuterWeights, shard_weights
+from oases.autotp.pipeline.fsdp import shard_weights
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
 from oases.errors import UsageError
 from oases.execution.agreement import alike, is_sampled, samples_of
 from oases.execution.executor import Context
-from oases.execution.group import group_of
+from oases.execution.group import all_gather_objects, group_of
 from oases.parallel.collectives import all_reduce
 from oases.parallel.expert_groups import averaged_parts
-from oases.parallel.fsdp import FsdpUnit, local
+from oases.parallel.fsdp import FsdpUnit, HeldUnit, local
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.loss import IGNORED
 from oases.parallel.messages import StageMessages
@@ -72,7 +71,7 @@ class PipelineTraining:
         self._runner = StageRunner(pipeline, mesh.stage, self.messages)
         self.units: list[FsdpUnit] = []
         """Sharded weights, with fsdp."""
-        self._outer: OuterWeights | None = None
+        self._outer: HeldUnit | None = None
         self._average: GradientAverager | ShardedGradientAverager
         for runner in self._runners if pipeline.chunks > 1 else ():
             paths = stages.division.layers
@@ -264,8 +263,7 @@ class PipelineTraining:
         if self.mesh.num_stages == 1 or not is_sampled(self._number):
             return
         mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given))
-        said: list[Any] = [None] * dist.get_world_size(self.mesh.run)
-        dist.all_gather_object(said, mine, group=self.mesh.run)
+        said = all_gather_objects(mine, self.mesh.run)
         first: dict[int, int] = {}
         for rank, (replica, shapes, samples) in enumerate(said):
             other = first.setdefault(replica, rank)

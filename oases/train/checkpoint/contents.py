@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank
 from oases.parallel.optimizer import ShardedOptimizer, require_parameters_of, state_of
 from oases.parallel.planned_stack import PlannedStack
 from oases.parallel.shard_map import shard_map, united_names
 from oases.parallel.stack import OverlappedStack
-from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.state import state
 

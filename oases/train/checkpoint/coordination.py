@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects
 
 T = TypeVar("T")
 
 
 class SaveError(UsageError):
     """Failure to write a checkpoint, raised on every rank; earlier checkpoints are unchanged."""
-
-
-def all_gather_objects(mine: T, group: ProcessGroup | None) -> list[T]:
-    """Gather an object from every rank, in rank order."""
-    everyone: list[Any] = [mine] * group_size(group)
-    if group_size(group) > 1:
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def run_on_all_ranks(action: Callable[[], T], what: str, group: ProcessGroup | None) -> list[T]:

@@ -21,11 +21,11 @@ from torch import nn
 
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError, make_folder
-from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.parallel.shard_map import raise_together, shard_map
 from oases.safetensors_files import write_header
 from oases.train.adapters import adapter_names, write_adapter_config
-from oases.train.checkpoint.coordination import SaveError, all_gather_objects, run_on_all_ranks
+from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
 from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, require_readable, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
 from oases.train.checkpoint.state import (

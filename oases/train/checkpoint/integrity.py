@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.files import parse_json
-from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.metadata import RECORD, write_synced
 
 CHECKSUMS = "checksums.json"

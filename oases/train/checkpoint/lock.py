@@ -20,8 +20,7 @@ from pathlib import Path
 from weakref import finalize
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank
-from oases.train.checkpoint.coordination import all_gather_objects
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank
 
 LOCK = ".lock"
 """Name of the file: host, process and start of the run that holds the folder, as JSON."""

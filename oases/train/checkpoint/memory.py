@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.launch.memory import open_pair
 from oases.parallel.optimizer import ShardedOptimizer, set_state, state_of, weight_of
-from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.state import local_state, set_random_states
 
 _HEADER = struct.Struct("qqq")

@@ -19,7 +19,7 @@ from torch import nn
 
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.files import parse_json
 from oases.limits import short
 from oases.parallel.mesh import run_of
@@ -33,7 +33,6 @@ from oases.train.checkpoint.contents import (
     set_options,
     set_streams,
 )  # fmt: skip
-from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.files import load
 from oases.train.checkpoint.lock import lock_now
 from oases.train.checkpoint.metadata import Metadata, is_checkpoint

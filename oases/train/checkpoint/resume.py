@@ -8,8 +8,7 @@ from typing import Any
 
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
-from oases.train.checkpoint.coordination import all_gather_objects
+from oases.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.train.checkpoint.integrity import INDEX, find_fault
 from oases.train.checkpoint.metadata import RECORD, Metadata, NewerFormatError, is_checkpoint
 
