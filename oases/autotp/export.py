@@ -225,7 +225,8 @@ def export(
     if counter.over:
         raise TooLongError(
             f"{type(layer).__name__} calls more than {counter.most} functions of torch, whose trace would take "
-            "minutes: a trace unrolls loops (over tokens, say); make the loop one op by torch.library.custom_op"
+            "a minute or more: a trace unrolls loops (over tokens, say); make the "
+            "loop one op by torch.library.custom_op"
         )
     if changed:
         raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed)} in its forward")

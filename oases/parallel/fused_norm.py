@@ -6,6 +6,7 @@ one op they need no graph: its backward op is called with the gradients of both 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _Op = torch.ops.oases
 
 
-class PreNormBlock(nn.Module):
+class PreNormBlock(nn.Module, ABC):
     """Base of blocks that compute x + (product(norm(x)) + bias), with the bias of their row-parallel linear.
 
     Subclasses set `norm`, and implement `product` and `row`. Where two of them follow each other, a stack runs
@@ -33,17 +34,17 @@ class PreNormBlock(nn.Module):
     norm: nn.LayerNorm
 
     @property
+    @abstractmethod
     def row(self) -> Any:
         """Row-parallel linear at the end of `product`, which has a bias."""
-        raise NotImplementedError
 
     def prepare(self, x_BSH: Tensor) -> Tensor:
         """Norm, which may run on a shard of the sequence."""
         return self.norm(x_BSH)
 
+    @abstractmethod
     def product(self, h_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's partial sum of the row-parallel linear, [B, S, H]."""
-        raise NotImplementedError
 
     def partial(self, x_BSH: Tensor) -> Tensor:
         """Norm and matmuls, up to the partial sum."""

@@ -256,7 +256,7 @@ def too_long(most):
 
 
 def test_layers_that_are_too_long_to_trace_stay_whole(two_ranks):
-    why = "Recurrent calls more than 30 functions of torch, whose trace would take minutes: "
+    why = "Recurrent calls more than 30 functions of torch, whose trace would take a minute or more: "
     for rank, (worst, layers, traced, required, told) in enumerate(two_ranks.run(too_long, 30)):
         assert worst < CLOSE
         assert (layers["runs"], traced) == (WHOLE, 1)

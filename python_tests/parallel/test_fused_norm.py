@@ -77,7 +77,7 @@ def groups():
 
 def error(mine, expected):
     """The largest difference, relative to the largest entry."""
-    return float((mine.detach() - expected).abs().max() / expected.abs().max())
+    return float((mine.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
 def compare(stack, whole, group, limit, batch=4):
