@@ -3,7 +3,10 @@
 Natural skew is what the router comes to by itself, with no loss that would have it spread tokens. Forced skew adds a
 bias to its gates that falls with the number of the expert, so the first ranks' experts take most. Even load is a
 bias that undoes the router's own preferences, as loss-free balancing moves it, before the steps that count. What is
-computed is the same under every placement, so the losses have to be the same.
+computed is the same under every placement, so the losses have to be the same. Costs are measured once, by the first
+trainer that plans, for all of them. A placement that is named twice is trained twice, which shows how far apart
+trainers are that do the same. Predicted: the step without copies, as measured, plus what the layers of experts are
+modelled to take longer by or less.
 
     python benchmarks/mixture.py --link 1gbit
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,7 +25,9 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
-from oases.moe.placement import owner_ranks
+from oases.moe.costs import Costs
+from oases.moe.placement import make_placement, owner_only, owner_ranks
+from oases.moe.placement_state import MoEStatistics
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig, option
 from oases.train.load_replay import METHODS, rb
@@ -37,6 +42,7 @@ from oases_bench.harness import (
     checked_settings,
     first_rank,
     milliseconds,
+    signed_percent,
     timed_step,
     times,
 )
@@ -104,9 +110,16 @@ class _Run:
         self.seconds: list[float] = []
         self.degrees: list[tuple[float, float]] = []
         self.copies: list[float] = []
+        self.modelled: list[float] = []
+        """Seconds of the layers of experts above those without copies."""
 
-    def step(self, counts: bool) -> None:
-        """A training step, and what the layers did in it. counts: False for one in front."""
+    def step(self, counts: bool, known: list[Costs]) -> None:
+        """A training step, and what the layers did in it.
+
+        counts: False for one in front. known: costs by layer, or empty: this run measures them, if it plans.
+        """
+        for layer, costs in zip(self.layers, known, strict=False):
+            layer.costs = costs
         seconds = timed_step(lambda: self.losses.append(self.trainer.step()))
         done = [layer.last for layer in self.layers]
         if self._even:
@@ -118,10 +131,16 @@ class _Run:
         if not counts:
             return
         self.seconds.append(seconds)
+        self.modelled.append(sum(map(_saved, done, known)))
         for step in done:
             assert step is not None
             self.degrees.append((step.balance_degree_at_home, step.balance_degree))
             self.copies.append(float(sum(map(len, step.placement.copies))))
+
+    @property
+    def costs(self) -> list[Costs]:
+        """Costs by layer, once they were measured."""
+        return [layer.costs for layer in self.layers if layer.costs is not None]
 
     def row(self) -> dict[str, Any]:
         """Result row; seconds are of rank 0."""
@@ -133,43 +152,67 @@ class _Run:
             "copies": statistics.mean(self.copies),
             "loss": self.losses[-1],
             "steps": self.seconds,
+            "modelled": self.modelled,
         }
+
+
+def _saved(step: MoEStatistics | None, costs: Costs) -> float:
+    """Modelled seconds of a layer's step, less those without copies: below 0 where they help."""
+    assert step is not None
+    chosen = step.placement.routes, step.placement.copies
+    with_copies, without = (
+        make_placement("", step.counts, costs, each) for each in (chosen, owner_only(step.counts))
+    )
+    return with_copies.predicted_seconds - without.predicted_seconds
 
 
 def run_mixture_bench(config: MixtureBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group. Called on every rank."""
     result: Result = {"config": checked_settings(config) | {"ranks": dist.get_world_size()}}
     loads, steps = config.parse_list("loads", LOADS), config.warmup + config.iterations
+    methods, known = config.parse_list("methods", METHODS), list[Costs]()
     with progress("steps", len(loads) * steps, shows and first_rank()) as advance:
         for at, load in enumerate(loads):
-            runs = {method: _Run(config, method, load) for method in config.parse_list("methods", METHODS)}
+            names = [
+                method if at == methods.index(method) else f"{method}, again" for at, method in enumerate(methods)
+            ]
+            runs = {name: _Run(config, method, load) for name, method in zip(names, methods, strict=True)}
             order = deque(runs.values())
             for done in range(steps):
                 for run in order:
-                    run.step(counts=done >= config.warmup)
+                    run.step(done >= config.warmup, known)
+                    known = known or run.costs
                 order.rotate(1)  # what runs before a step has a part in how long it takes
                 advance(at * steps + done + 1)
             result[load] = _rows(runs)
+    result["costs"] = [asdict(costs) for costs in known]
     return result
 
 
 def _rows(runs: dict[str, _Run]) -> dict[str, Any]:
     rows = {name: run.row() for name, run in runs.items()}
     add_speedups(rows.get("none"), rows.values())
+    for row in rows.values() if "none" in rows else ():
+        row["predicted_seconds"] = rows["none"]["step_seconds"] + statistics.median(row["modelled"])
+        row["prediction_error"] = row["predicted_seconds"] / row["step_seconds"] - 1
     losses = next(iter(runs.values())).losses
     for name, run in runs.items():
         rows[name]["loss_difference"] = max(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
     return rows
 
 
-_COLUMNS = ("load", "placement", "step", "speedup", "balance degree", "RB", "copies", "loss", "differs by")
+_COLUMNS = (
+    "load", "placement", "step", "predicted", "speedup", "balance degree", "RB", "copies", "loss", "differs by",
+)  # fmt: skip
 
 
 def shown(result: Result) -> Iterator[RenderableType]:
     """A row per skew and placement."""
     rows = [
         (
-            load, name, milliseconds(row["step_seconds"]), times(row.get("speedup")), f"{row['balance_degree']:.0f}",
+            load, name, milliseconds(row["step_seconds"]),
+            signed_percent(row["prediction_error"]) if "prediction_error" in row else "-",
+            times(row.get("speedup")), f"{row['balance_degree']:.0f}",
             f"{row['rb']:.2f}", f"{row['copies']:.1f}", f"{row['loss']:.4f}", f"{row['loss_difference']:.1e}",
         )
         for load in LOADS

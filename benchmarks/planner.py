@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import write
 from oases.terminal import console, percent, progress, table
 from oases.testbed import with_nodes
-from oases.train.config import option, settings
+from oases.train.config import option
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, signed_percent
-from oases_bench.overlap_predictions import costs_of
+from oases_bench.overlap_predictions import costs_of, model_of
 
 SCHEDULES = ("sync", "cross_pass", "oases")
 APART = 0.05
@@ -113,7 +113,7 @@ def run_planner_bench(config: PlannerBenchConfig, ranks: Ranks, shows: bool) -> 
     assert known is not None
     if config.profile is not None and first_rank():
         write(known, config.profile)
-    return {"config": settings(config)} | compare(runs)
+    return {"config": asdict(config)} | compare(runs)
 
 
 def _named(config: OverlapConfig) -> str:
@@ -123,7 +123,7 @@ def _named(config: OverlapConfig) -> str:
 def predicted_seconds(config: OverlapConfig, name: str, hardware: Hardware, tp: int) -> float:
     """Simulated seconds of a schedule of an overlap benchmark."""
     schedule = config.contestant(name)[0]
-    return simulate(schedule, costs_of(config, schedule, hardware, tp)).total_seconds
+    return simulate(schedule, costs_of(model_of(config), config.batch, schedule, hardware, tp)).total_seconds
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def run_recomputation_bench(config: RecomputationBenchConfig, ranks: Ranks, show
 
 def shown(result: Result) -> Iterator[RenderableType]:
     """A row per pipeline, with everything recomputed and with what does not fit."""
-    yield stages_table(result, "pipeline")
+    yield stages_table(result)
 
 
 BENCHMARK = Benchmark(

@@ -37,12 +37,14 @@ inline void run_ranks(int size, const std::function<void(int, const Group&, cons
   const int run = runs++;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::exception_ptr> errors(size);
+  // Until all are done: one that went early would cut off those that still connect.
+  std::vector<c10::intrusive_ptr<c10d::Backend>> connected(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       const std::string name = c10::str("run", run, "/rank", rank);
       try {
-        auto backend = gloo(store, rank, size);
+        auto backend = connected[rank] = gloo(store, rank, size);
         if (wrap) backend = wrap(backend);
         const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
         const auto type =

@@ -91,14 +91,15 @@ __global__ void __launch_bounds__(32 * kRows)
 }
 
 template <typename T, int width>
-__global__ void __launch_bounds__(32 * kRows) swiglu_kernel(int64_t rows, int64_t n, const T* x, T* out) {
+__global__ void __launch_bounds__(32 * kRows)
+    swiglu_kernel(int64_t rows, int64_t n, Halves<const T> x, T* out) {
   using P = Pack<T, width>;
   const int64_t column = own_column<width>();
   if (column >= n) return;
   each_row(rows, [&](int64_t row) {
-    const T* const gate = x + row * 2 * n + column;
-    P pack = P::load(gate);
-    const P up = P::load(gate + n);
+    const int64_t at = row * x.stride + column;
+    P pack = P::load(x.gate + at);
+    const P up = P::load(x.up + at);
 #pragma unroll
     for (int i = 0; i < width; ++i) pack.set(i, silu_of(pack[i]) * up[i]);
     pack.store(out + row * n + column);
@@ -107,22 +108,22 @@ __global__ void __launch_bounds__(32 * kRows) swiglu_kernel(int64_t rows, int64_
 
 template <typename T, int width>
 __global__ void __launch_bounds__(32 * kRows)
-    swiglu_backward_kernel(int64_t rows, int64_t n, const T* grad, const T* x, T* grad_x) {
+    swiglu_backward_kernel(int64_t rows, int64_t n, const T* grad, Halves<const T> x, Halves<T> grads) {
   using P = Pack<T, width>;
   const int64_t column = own_column<width>();
   if (column >= n) return;
   each_row(rows, [&](int64_t row) {
-    const int64_t at = row * 2 * n + column;
+    const int64_t at = row * x.stride + column;
     const P g = P::load(grad + row * n + column);
-    P gate = P::load(x + at), up = P::load(x + at + n);
+    P gate = P::load(x.gate + at), up = P::load(x.up + at);
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const float of_gate = g[i] * up[i] * silu_slope(gate[i]);
       up.set(i, g[i] * silu_of(gate[i]));
       gate.set(i, of_gate);
     }
-    gate.store(grad_x + at);
-    up.store(grad_x + at + n);
+    gate.store(grads.gate + at);
+    up.store(grads.up + at);
   });
 }
 
@@ -173,23 +174,23 @@ void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* 
   });
 }
 
-void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void* stream) {
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, const void* up, void* out, void* stream) {
   if (rows == 0 || n == 0) return;
-  with_width(dtype, n, aligned({x, out}), [&](auto type, auto width) {
+  with_width(dtype, n, aligned({x, up, out}), [&](auto type, auto width) {
     using T = decltype(type);
     launch("swiglu", swiglu_kernel<T, decltype(width)::value>, grid_of(rows, n, decltype(width)::value),
-           kBlock, 0, stream, rows, n, static_cast<const T*>(x), static_cast<T*>(out));
+           kBlock, 0, stream, rows, n, halves_of<const T>(x, up, n), static_cast<T*>(out));
   });
 }
 
-void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x,
-                     void* stream) {
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, const void* up,
+                     void* grad_x, void* grad_up, void* stream) {
   if (rows == 0 || n == 0) return;
-  with_width(dtype, n, aligned({grad, x, grad_x}), [&](auto type, auto width) {
+  with_width(dtype, n, aligned({grad, x, up, grad_x, grad_up}), [&](auto type, auto width) {
     using T = decltype(type);
     launch("swiglu_backward", swiglu_backward_kernel<T, decltype(width)::value>,
            grid_of(rows, n, decltype(width)::value), kBlock, 0, stream, rows, n, static_cast<const T*>(grad),
-           static_cast<const T*>(x), static_cast<T*>(grad_x));
+           halves_of<const T>(x, up, n), halves_of<T>(grad_x, grad_up, n));
   });
 }
 

@@ -45,11 +45,12 @@ void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* 
   });
 }
 
-void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out) {
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, const void* up, void* out) {
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
+    const auto from = halves_of<const T>(x, up, n);
     each_row(rows, n, [&](int64_t row) {
-      const T *gate = static_cast<const T*>(x) + row * 2 * n, *up = gate + n;
+      const T *gate = from.gate + row * from.stride, *up = from.up + row * from.stride;
       T* to = static_cast<T*>(out) + row * n;
       for (int64_t i = 0; i < n; ++i)
         to[i] = static_cast<T>(silu_of(static_cast<float>(gate[i])) * static_cast<float>(up[i]));
@@ -57,16 +58,20 @@ void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out) {
   });
 }
 
-void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x) {
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, const void* up,
+                     void* grad_x, void* grad_up) {
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
+    const auto from = halves_of<const T>(x, up, n);
+    const auto to = halves_of<T>(grad_x, grad_up, n);
     each_row(rows, n, [&](int64_t row) {
-      const T *g = static_cast<const T*>(grad) + row * n, *gate = static_cast<const T*>(x) + row * 2 * n;
-      T* to = static_cast<T*>(grad_x) + row * 2 * n;
+      const T *g = static_cast<const T*>(grad) + row * n, *gate = from.gate + row * from.stride;
+      const T* up = from.up + row * from.stride;
+      T *of_gate = to.gate + row * to.stride, *of_up = to.up + row * to.stride;
       for (int64_t i = 0; i < n; ++i) {
         const float grad_out = static_cast<float>(g[i]), value = static_cast<float>(gate[i]);
-        to[i] = static_cast<T>(grad_out * static_cast<float>(gate[n + i]) * silu_slope(value));
-        to[n + i] = static_cast<T>(grad_out * silu_of(value));
+        of_gate[i] = static_cast<T>(grad_out * static_cast<float>(up[i]) * silu_slope(value));
+        of_up[i] = static_cast<T>(grad_out * silu_of(value));
       }
     });
   });

@@ -36,4 +36,17 @@ OASES_HOST_DEVICE float silu_slope(float x) {
   return s * (1.0f + x * (1.0f - s));
 }
 
+// Gate and up of SwiGLU, or their gradients, whose rows are `stride` apart: two tensors, or the halves of one.
+template <typename T>
+struct Halves {
+  T *gate, *up;
+  int64_t stride;
+};
+
+template <typename T, typename Void>
+Halves<T> halves_of(Void* x, Void* up, int64_t n) {
+  T* const gate = static_cast<T*>(x);
+  return {gate, up ? static_cast<T*>(up) : gate + n, up ? n : 2 * n};
+}
+
 }  // namespace oases

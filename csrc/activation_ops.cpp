@@ -73,41 +73,53 @@ std::tuple<Tensor, Tensor> gelu_gradients(const Tensor& grad, const Tensor& x, c
   return {grad_x, grad_bias};
 }
 
-// Sizes of x, [..., 2 n], with n in place of 2 n.
-template <typename Size>
-std::vector<Size> halved(std::vector<Size> sizes) {
-  sizes.back() = sizes.back() / 2;
+// Sizes of the result: x's, with n in place of 2 n where x holds gate and up.
+std::vector<c10::SymInt> gated_sizes(const Tensor& x, const OptionalTensor& up) {
+  auto sizes = x.sym_sizes().vec();
+  if (!up) sizes.back() = sizes.back() / 2;
   return sizes;
 }
 
-void check_halves(const Tensor& x) {
+void check_gated(const Tensor& x, const OptionalTensor& up) {
   dtype_of("swiglu", x);
-  TORCH_CHECK(x.dim() >= 1 && x.sym_size(-1) % 2 == 0,
+  TORCH_CHECK(x.dim() >= 1, "swiglu: x must have at least 1 dimension, got 0");
+  TORCH_CHECK(up || x.sym_size(-1) % 2 == 0,
               "swiglu: x must hold gate and up, so its last dimension must be even, got the shape ",
               x.sym_sizes());
+  if (!up) return;
+  check_alike("swiglu", "up", *up, x);
+  check_sizes("swiglu", "up", *up, x.sym_sizes());
 }
 
-Tensor swiglu_forward(const Tensor& x) {
-  check_halves(x);
-  const Extent size = extent_of(x);
+Tensor swiglu_forward(const Tensor& x, const OptionalTensor& up) {
+  check_gated(x, up);
   const DType dtype = dtype_of("swiglu", x);
-  const Tensor from = x.contiguous(), out = at::empty(halved(x.sizes().vec()), x.options());
-  if (size.rows > 0) OASES_LAUNCH(x, swiglu, dtype, size.rows, size.n / 2, from.data_ptr(), out.data_ptr());
+  const Tensor from = x.contiguous(), out = at::empty_symint(gated_sizes(x, up), x.options());
+  const OptionalTensor second = contiguous(up);
+  const Extent size = extent_of(out);
+  if (size.rows > 0)
+    OASES_LAUNCH(x, swiglu, dtype, size.rows, size.n, from.data_ptr(), data_or_null(second), out.data_ptr());
   return out;
 }
 
-Tensor swiglu_gradient(const Tensor& grad, const Tensor& x) {
-  check_halves(x);
-  const Extent size = extent_of(x);
+// The gradient of up is [0] where x holds it.
+std::tuple<Tensor, Tensor> swiglu_gradients_meta(const Tensor&, const Tensor& x, const OptionalTensor& up) {
+  return {x.new_empty_symint(x.sym_sizes()), up ? x.new_empty_symint(x.sym_sizes()) : x.new_empty({0})};
+}
+
+std::tuple<Tensor, Tensor> swiglu_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& up) {
+  check_gated(x, up);
   const DType dtype = dtype_of("swiglu", x);
   check_alike("swiglu", "grad", grad, x);
-  check_sizes("swiglu", "grad", grad, halved(x.sym_sizes().vec()));
+  check_sizes("swiglu", "grad", grad, gated_sizes(x, up));
   const Tensor from = x.contiguous(), grad_rows = grad.contiguous();
-  const Tensor grad_x = at::empty(x.sizes(), x.options());
+  const OptionalTensor second = contiguous(up);
+  const auto [grad_x, grad_up] = swiglu_gradients_meta(grad, x, up);
+  const Extent size = extent_of(grad);
   if (size.rows > 0)
-    OASES_LAUNCH(x, swiglu_backward, dtype, size.rows, size.n / 2, grad_rows.data_ptr(), from.data_ptr(),
-                 grad_x.data_ptr());
-  return grad_x;
+    OASES_LAUNCH(x, swiglu_backward, dtype, size.rows, size.n, grad_rows.data_ptr(), from.data_ptr(),
+                 data_or_null(second), grad_x.data_ptr(), up ? grad_up.data_ptr() : nullptr);
+  return {grad_x, grad_up};
 }
 
 Tensor gelu_meta(const Tensor& x, const OptionalTensor& bias, const std::string&) {
@@ -120,12 +132,10 @@ std::tuple<Tensor, Tensor> gelu_gradients_meta(const Tensor&, const Tensor& x, c
   return {x.new_empty_symint(x.sym_sizes()), bias ? x.new_empty_symint({x.sym_size(-1)}) : x.new_empty({0})};
 }
 
-Tensor swiglu_meta(const Tensor& x) {
-  check_halves(x);
-  return x.new_empty_symint(halved(x.sym_sizes().vec()));
+Tensor swiglu_meta(const Tensor& x, const OptionalTensor& up) {
+  check_gated(x, up);
+  return x.new_empty_symint(gated_sizes(x, up));
 }
-
-Tensor swiglu_gradient_meta(const Tensor&, const Tensor& x) { return x.new_empty_symint(x.sym_sizes()); }
 
 }  // namespace
 
@@ -134,8 +144,8 @@ TORCH_LIBRARY_FRAGMENT(oases, library) {
   library.def(
       "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> "
       "(Tensor grad_x, Tensor grad_bias)");
-  library.def("swiglu(Tensor x) -> Tensor");
-  library.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
+  library.def("swiglu(Tensor x, Tensor? up=None) -> Tensor");
+  library.def("swiglu_backward(Tensor grad, Tensor x, Tensor? up=None) -> (Tensor grad_x, Tensor grad_up)");
 }
 
 // Without CUDA kernels, this gives CUDA tensors a readable error instead of the dispatcher's.
@@ -143,21 +153,21 @@ TORCH_LIBRARY_IMPL(oases, CUDA, library) {
   library.impl("bias_gelu", gelu_forward);
   library.impl("bias_gelu_backward", gelu_gradients);
   library.impl("swiglu", swiglu_forward);
-  library.impl("swiglu_backward", swiglu_gradient);
+  library.impl("swiglu_backward", swiglu_gradients);
 }
 
 TORCH_LIBRARY_IMPL(oases, CPU, library) {
   library.impl("bias_gelu", gelu_forward);
   library.impl("bias_gelu_backward", gelu_gradients);
   library.impl("swiglu", swiglu_forward);
-  library.impl("swiglu_backward", swiglu_gradient);
+  library.impl("swiglu_backward", swiglu_gradients);
 }
 
 TORCH_LIBRARY_IMPL(oases, Meta, library) {
   library.impl("bias_gelu", gelu_meta);
   library.impl("bias_gelu_backward", gelu_gradients_meta);
   library.impl("swiglu", swiglu_meta);
-  library.impl("swiglu_backward", swiglu_gradient_meta);
+  library.impl("swiglu_backward", swiglu_gradients_meta);
 }
 
 }  // namespace oases

@@ -62,9 +62,11 @@ void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const 
 int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n);
 void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
                    const void* bias, void* grad_x, float* partials, void* grad_bias);
-// out = silu(gate) * up: x [rows, 2 n], gate before up, out [rows, n].
-void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out);
-void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x);
+// out = silu(gate) * up, [rows, n]: x is gate and up is [rows, n], or up is null and x is [rows, 2 n], gate before up.
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, const void* up, void* out);
+// grad_up: null if up is.
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, const void* up,
+                     void* grad_x, void* grad_up);
 
 }  // namespace cpu
 
@@ -110,9 +112,9 @@ void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const 
 int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n);
 void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
                    const void* bias, void* grad_x, float* partials, void* grad_bias, void* stream);
-void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void* stream);
-void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x,
-                     void* stream);
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, const void* up, void* out, void* stream);
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, const void* up,
+                     void* grad_x, void* grad_up, void* stream);
 
 }  // namespace cuda
 

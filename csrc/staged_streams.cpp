@@ -4,8 +4,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 namespace oases {
 namespace {
@@ -48,7 +46,9 @@ StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device dev
       sent_(two_events(device.type())),
       ready_(device.type()),
       put_(device.type()),
-      added_(device.type()) {
+      added_(device.type()),
+      taken_(device.type()) {
+  pairs_.given.resize(size_), pairs_.taken.resize(size_);
   const c10::StreamGuard on(in_);
   if (streams > 1) {  // and so sums
     const int64_t bytes = 2 * size_ * part_bytes(area_.slot_bytes(), size_);
@@ -56,7 +56,7 @@ StagedStreams::StagedStreams(std::shared_ptr<SharedRanks> ranks, c10::Device dev
     arrived_[0].record(in_), arrived_[0].block(adding_);  // the memory is there
   }
   words_.add_memory(area_.memory(), area_.memory_bytes());
-  watch_ = std::make_unique<StreamWatch>(ranks_, area_, device_);
+  watch_ = std::make_unique<StreamWatch>(ranks_, area_, rank_, device_);
 }
 
 StagedStreams::~StagedStreams() {
@@ -98,6 +98,7 @@ c10::intrusive_ptr<c10d::Work> StagedStreams::end(c10d::OpType type, std::vector
   for (at::Tensor tensor : used)
     if (tensor.device() == device_) tensor.record_stream(in_);  // one elsewhere was refused
   watched->last_piece = piece_;
+  watched->pairs = pairs_;
   watched->sums = sums_;
   watch_->add(watched);
   pending_.push_back({memory_of(used), watched});
@@ -116,14 +117,7 @@ void StagedStreams::give_up(const std::exception& error, uint32_t turn, const Pa
 // The collective at hand is the next one of all ranks.
 void StagedStreams::agree(Description description, const Patience& patience, const std::string& reason) {
   const uint32_t turn = turn_;
-  while (!area_.may_say(turn)) {
-    ranks_->check_whole();
-    if (patience.over())
-      ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " timed out after ",
-                                   patience.timeout.count(), " ms, because a rank's host is ",
-                                   DeviceArea::kAhead, " collectives behind"));
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  wait_for_hosts([&] { return area_.may_say(turn); }, DeviceArea::kAhead, patience);
   description.left = std::exchange(left_, 0);
   area_.say(rank_, turn, description, reason);
   ++turn_;

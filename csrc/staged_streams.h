@@ -7,9 +7,11 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "collectives.h"
 #include "stream_watch.h"
@@ -79,9 +81,12 @@ class StagedStreams final : public Collectives {
   // Tells the others that this rank cannot make the collective `turn`, or not go on with it.
   void give_up(const std::exception& error, uint32_t turn, const Patience& patience);
   void agree(Description description, const Patience& patience, const std::string& reason = "");
-  // Waits for the other hosts' counts of an all-to-all. Returns the most bytes from one rank to another.
-  int64_t agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
-                          const Patience& patience);
+  // Raises where others have said other numbers of bytes for the all-to-all at hand.
+  void agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                       const Patience& patience);
+  // Waits until may(), which becomes true once the slowest host has queued more; ahead: collectives that it lacks.
+  template <typename May>
+  void wait_for_hosts(const May& may, uint32_t ahead, const Patience& patience);
 
   // copy(piece, from which byte on, bytes) of each piece.
   template <typename Copy>
@@ -114,11 +119,12 @@ class StagedStreams final : public Collectives {
   const c10::Stream out_, in_, adding_;  // to the host, to the device, sums
   std::mutex mutex_;
   uint32_t piece_ = 0;  // the latest
+  DeviceArea::Pairs pairs_;
   uint32_t all_to_alls_ = 0;
   bool sums_ = false;  // what is being queued
   at::Tensor scratch_;
   std::vector<c10::Event> arrived_, summed_, sent_;  // by parity of pieces
-  c10::Event ready_, put_, added_;                   // for a collective as a whole
+  c10::Event ready_, put_, added_, taken_;           // for a collective as a whole
   struct Pending {
     std::vector<const void*> memory;  // of its tensors
     std::weak_ptr<const Watched> watched;
@@ -126,6 +132,18 @@ class StagedStreams final : public Collectives {
   std::deque<Pending> pending_;  // collectives that may not have ended
   std::unique_ptr<StreamWatch> watch_;
 };
+
+template <typename May>
+void StagedStreams::wait_for_hosts(const May& may, uint32_t ahead, const Patience& patience) {
+  while (!may()) {
+    ranks_->check_whole();
+    if (patience.over())
+      ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " timed out after ",
+                                   patience.timeout.count(), " ms, because a rank's host is ", ahead,
+                                   " collectives behind"));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 template <typename Copy>
 void StagedStreams::put(uint32_t piece, const Copy& copy) {

@@ -2,8 +2,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include "staged_streams.h"
 
@@ -200,60 +198,55 @@ void StagedStreams::give(std::byte* data, int64_t bytes, int root) {
   });
 }
 
-int64_t StagedStreams::agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
-                                       const Patience& patience) {
+void StagedStreams::agree_on_counts(const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                                    const Patience& patience) {
   const uint32_t number = all_to_alls_++;
-  int64_t* const own = area_.counts(rank_, number);
-  std::copy(sent.begin(), sent.end(), own);
-  std::copy(received.begin(), received.end(), own + size_);
-  area_.say_counts(rank_, number);
-  int64_t most = 0;
-  for (int other = 0; other < size_; ++other)
-    while (!area_.has_counts(other, number)) {
-      const std::string gone = ranks_->gone(area_.ranks()[other]);
-      if (!gone.empty() && !area_.has_counts(other, number))
-        ranks_->break_group(c10::str(patience.operation, ": ", gone));
-      if (patience.over())
-        ranks_->break_group(c10::str(patience.operation, ": rank ", ranks_->rank(), " timed out after ",
-                                     patience.timeout.count(), " ms waiting for rank ",
-                                     area_.ranks()[other]));
-      ranks_->check_whole();
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  for (int from = 0; from < size_; ++from)
-    for (int to = 0; to < size_; ++to) {
-      const int64_t sends = area_.counts(from, number)[to], takes = area_.counts(to, number)[size_ + from];
-      if (sends != takes)
-        ranks_->break_group(c10::str(patience.operation, ": rank ", from, " sends ", sends, " bytes to rank ",
-                                     to, ", which receives ", takes, "; give both the same splits"));
-      if (from != to) most = std::max(most, sends);
-    }
+  wait_for_hosts([&] { return area_.may_say_counts(number); }, DeviceArea::kAllToAllsAhead, patience);
+  area_.say_counts(rank_, number, sent, received);
+  const std::string difference = area_.compare_counts(rank_, number);
+  if (difference.empty()) return;
+  ranks_->break_group(c10::str(patience.operation, ": ", difference));
   ranks_->check_whole();
-  return most;
 }
 
+// A rank knows how many pieces go to and come from each other one, and no host waits to learn how many the others have
+// among themselves. So each two ranks count and wait for theirs alone, in the slots of the group, which no collective
+// before or after uses meanwhile.
 void StagedStreams::all_to_all(const Sources& sources, const std::vector<int64_t>& sent,
                                const Targets& targets, const std::vector<int64_t>& received,
                                at::ScalarType type, const Patience& patience) {
   agree({kAllToAll, static_cast<int32_t>(type), -1, -1, 0}, patience);
-  const int64_t most = agree_on_counts(sent, received, patience);
+  agree_on_counts(sent, received, patience);
   const int64_t piece_bytes = area_.slot_bytes() / size_ / kUnit * kUnit;
-  const auto left = [](int64_t bytes, int64_t at, int64_t length) {
-    return std::clamp<int64_t>(bytes - at, 0, length);
-  };
-  in_pieces(most, piece_bytes, [&](uint32_t piece, int64_t at, int64_t length) {
-    put(piece, [&](std::byte* slot) {
-      for (int to = 0; to < size_; ++to)
-        if (to != rank_) copy_out(slot + to * piece_bytes, sources[to] + at, left(sent[to], at, length));
-    });
-    take(piece, [&] {
-      for (int from = 0; from < size_; ++from)
-        if (from != rank_)
-          copy_in(targets[from] + at, area_.slot(from, piece) + rank_ * piece_bytes,
-                  left(received[from], at, length));
-    });
-    write(in_, &DeviceArea::Words::done, piece);
-  });
+  const uint32_t before = piece_;
+  piece_ += DeviceArea::kSlots;                      // so that what follows is put once all has been taken
+  write(out_, &DeviceArea::Words::put, before + 1);  // this rank has come here
+  wait_for_others(out_, &DeviceArea::Words::done, before);
+  int64_t most = 0;
+  for (int other = 0; other < size_; ++other)
+    if (other != rank_) most = std::max({most, sent[other], received[other]});
+  for (int64_t at = 0; at < most; at += piece_bytes)
+    for (const bool gives : {true, false}) {
+      const c10::Stream& stream = gives ? out_ : in_;
+      const c10::StreamGuard on(stream);
+      for (int other = 0; other < size_; ++other) {
+        const int64_t length = std::min((gives ? sent : received)[other] - at, piece_bytes);
+        if (other == rank_ || length <= 0) continue;
+        const uint32_t piece = ++(gives ? pairs_.given : pairs_.taken)[other];
+        if (gives) {
+          words_.wait(stream, area_.taken(other, rank_), piece - DeviceArea::kSlots);
+          copy_out(area_.slot(rank_, piece) + other * piece_bytes, sources[other] + at, length);
+          words_.write(stream, area_.given(rank_, other), piece);
+        } else {
+          words_.wait(stream, area_.given(other, rank_), piece);
+          copy_in(targets[other] + at, area_.slot(other, piece) + rank_ * piece_bytes, length);
+          words_.write(stream, area_.taken(rank_, other), piece);
+        }
+      }
+    }
+  write(in_, &DeviceArea::Words::done, piece_);
+  taken_.record(in_), taken_.block(out_);
+  write(out_, &DeviceArea::Words::put, piece_);  // others may wait for this rank until then
   const c10::StreamGuard on(adding_);
   copy(targets[rank_], device_, sources[rank_], device_, sent[rank_]);
 }

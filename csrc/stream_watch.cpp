@@ -58,8 +58,8 @@ c10::intrusive_ptr<c10::ivalue::Future> StagedWork::getFuture() {
   return future;
 }
 
-StreamWatch::StreamWatch(std::shared_ptr<SharedRanks> ranks, DeviceArea area, c10::Device device)
-    : ranks_(std::move(ranks)), area_(area), device_(device) {
+StreamWatch::StreamWatch(std::shared_ptr<SharedRanks> ranks, DeviceArea area, int rank, c10::Device device)
+    : ranks_(std::move(ranks)), area_(area), rank_(rank), device_(device) {
   thread_ = std::thread([this] { serve(); });
 }
 
@@ -100,8 +100,7 @@ void StreamWatch::serve() {
       if (closing_) return;
       continue;
     }
-    const auto first = watched_.front();
-    const uint32_t last_piece = watched_.back()->last_piece;
+    const auto first = watched_.front(), last = watched_.back();
     lock.unlock();
     const std::string why = stuck == first ? why_never(*first) : "";
     stuck = first;
@@ -109,7 +108,7 @@ void StreamWatch::serve() {
       ranks_->break_group(why);
       if (!poisoned) area_.poison();
       poisoned = true;
-      area_.end_waits(last_piece);
+      area_.end_waits(last->last_piece, rank_, last->pairs);
     }
     std::this_thread::sleep_for(kGlance);
     lock.lock();

@@ -27,6 +27,7 @@ class Watched {
   const std::shared_ptr<c10::Event> done;
   const Patience patience;
   uint32_t last_piece = 0;
+  DeviceArea::Pairs pairs;
   bool sums = false;  // its pieces come back as sums
 
  private:
@@ -60,7 +61,8 @@ class StagedWork final : public DeviceWork {
 // wait too long. Then the group is given up: what has not been done fails, and all waits of streams end.
 class StreamWatch {
  public:
-  StreamWatch(std::shared_ptr<SharedRanks> ranks, DeviceArea area, c10::Device device);
+  // rank: this one in the area.
+  StreamWatch(std::shared_ptr<SharedRanks> ranks, DeviceArea area, int rank, c10::Device device);
   // Once all has been done.
   ~StreamWatch();
   void add(std::shared_ptr<Watched> watched);
@@ -75,6 +77,7 @@ class StreamWatch {
 
   const std::shared_ptr<SharedRanks> ranks_;
   DeviceArea area_;
+  const int rank_;
   const c10::Device device_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -169,6 +169,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def flag_of(name: str) -> str:
+    """Option of the command line for a field: --two-words for two_words."""
+    return f"--{name.replace('_', '-')}"
+
+
 def require_numbers(given: Mapping[str, Any], where: str = "", *, flags: bool = False) -> None:
     """Raise UsageError, naming the number and its limit, for one beyond it, also in a tuple.
 
@@ -176,6 +181,6 @@ def require_numbers(given: Mapping[str, Any], where: str = "", *, flags: bool = 
     """
     for name, value in given.items():
         for each in value if isinstance(value, tuple) else (value,):
-            found = fault(name, each, f"--{name.replace('_', '-')}" if flags else name)
+            found = fault(name, each, flag_of(name) if flags else name)
             if found:
                 raise UsageError(where + found)

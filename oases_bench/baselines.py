@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPTConfig
+from oases_bench.harness import parse_peers
 
 BASELINES = ("torch", "megatron", "domino")
 
@@ -34,21 +35,9 @@ MakeLinear = Callable[[int, int], nn.Module]
 
 
 def parse_baselines(text: str, batch: int = 2, recompute: str = "none") -> tuple[str, ...]:
-    """The names in `text`: names joined by commas, none, or all: those that can run such a batch and recomputation.
-
-    UsageError for one that is unknown.
-    """
-    if text in ("all", "none"):
-        return (
-            tuple(name for name in BASELINES if unsupported_reason(name, batch, recompute) is None)
-            if text == "all"
-            else ()
-        )
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in BASELINES:
-            raise UsageError(f"unknown peer {name!r}; known are {', '.join(BASELINES)}, or say all or none")
-    return names
+    """Peers as in `parse_peers`; all are those that can run such a batch and recomputation."""
+    names = parse_peers(text, BASELINES)
+    return tuple(name for name in names if text != "all" or unsupported_reason(name, batch, recompute) is None)
 
 
 def require_installed(name: str) -> None:

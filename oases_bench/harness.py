@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.errors import UsageError
+from oases.execution.group import all_gather_objects
 from oases.launch.ranks import require_agreement
+from oases.limits import flag_of
 from oases.terminal import progress
-from oases.train.config import settings
 
 Result = dict[str, Any]
 _Config = TypeVar("_Config", bound="BenchConfig")
@@ -59,16 +60,14 @@ class BenchConfig:
         """Raise UsageError for an option below `least`."""
         for name in names:
             if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} must be at least {least}, got {getattr(self, name)}")
+                raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(self, name)}")
 
     def parse_list(self, name: str, known: Iterable[str]) -> list[str]:
         """Split an option of comma-separated names. UsageError for one that is not `known`."""
         found = [text.strip() for text in getattr(self, name).split(",") if text.strip()]
         for each in found:
             if each not in known:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {each!r} is unknown; known are {', '.join(known)}")
+                raise UsageError(f"{flag_of(name)} {each!r} is unknown; known are {', '.join(known)}")
         return found
 
 
@@ -123,7 +122,7 @@ def interleave(contestants: Iterable[Contestant], rounds: int, what: str, shows:
 
 def checked_settings(config: Any) -> Result:
     """Settings of a benchmark by name. UsageError unless they are equal on all ranks."""
-    found = settings(config)
+    found = asdict(config)
     require_agreement(found)
     return found
 
@@ -139,9 +138,18 @@ def add_speedups(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]],
 
 def gather_objects(value: Any) -> list[Any]:
     """Gather an object from every rank, in rank order."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return all_gather_objects(value, dist.group.WORLD)
+
+
+def parse_peers(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The peers in `text`: names joined by commas, all of the known ones, or none. UsageError for an unknown one."""
+    if text in ("all", "none"):
+        return tuple(known) if text == "all" else ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--peers: unknown peer {name!r}; known are {', '.join(known)}, or say all or none")
+    return names
 
 
 def max_over_ranks(values: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,7 +37,6 @@ from oases.parallel import OverlappedStack
 from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
-from oases.train.config import settings
 from oases.train.model_options import option, require_bytes, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
@@ -279,7 +278,7 @@ def _measure(config: HostBenchConfig, shows: bool) -> Result:
                 plain.append(case.step(case.plain))
             advance(iteration + 1)
     return {
-        "config": settings(config) | {"tp": DEGREE, "sequence": SEQUENCE, "heads": HEADS},
+        "config": asdict(config) | {"tp": DEGREE, "sequence": SEQUENCE, "heads": HEADS},
         "python": platform.python_version(),
         "torch": torch.__version__,
         "models": [_row(case, *each) for case, each in zip(cases, times, strict=True)],

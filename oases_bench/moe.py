@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.errors import UsageError
-from oases.execution.group import scheduler_of
-from oases.moe.cost_measurement import handling_seconds
+from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
+from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Integers, make_placement, owner_ranks
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
-from oases.train.config import option, settings
+from oases.train.config import option
 from oases.train.load_replay import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
 from oases.train.model_options import require_bytes
 from oases_bench.harness import (
@@ -58,7 +58,6 @@ _BACKWARD = 2.0
 """Seconds of a backward pass, in forward passes."""
 _TIMES = 5
 
-
 ABLATION = {
     "planner": PlacementMethod("prophet", "blocking", False),
     "planner + scheduler": PlacementMethod("prophet", "block_wise", False),
@@ -78,7 +77,7 @@ class ExpertsBenchConfig(BenchConfig):
         "also measure the loads of a training's last steps, recorded by oases train --record-loads",
         metavar="FILE",
     )
-    ablation: bool = option(True, "the parts of prophet one by one, too")
+    ablation: bool = option(False, "the parts of prophet one by one, too")
     blocks: int = option(4, "blocks of experts")
     experts: int = option(16, "experts of a block")
     hidden: int = option(256, "hidden size, features")
@@ -254,54 +253,33 @@ class _Run:
 
 
 def measured_costs(config: ExpertsBenchConfig) -> Costs:
-    """The waits, the link as all-to-alls of two sizes find it, and what a layer has to do besides."""
+    """The link and copies as layers measure them for their planner, the waits, and what a layer has to do besides.
+
+    The last is by how much steps of even load take longer than the rest says, waits included: arithmetic that a wait
+    is long enough for takes no time of its own.
+    """
     group = dist.group.WORLD
     assert group is not None
-    scheduler, ranks = scheduler_of(group), dist.get_world_size()
-
-    def seconds(rows: int) -> float:
-        going = torch.zeros(rows * ranks * config.hidden)
-        coming, splits = torch.empty_like(going), [rows * config.hidden] * ranks
-
-        def exchange() -> None:
-            scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, "measuring"))
-
-        return statistics.median([timed_step(exchange) for _ in range(_TIMES + 1)][1:])
-
-    rows = max(1, config.tokens * config.top_k // ranks)
-    small, large = seconds(1), seconds(rows)
-    numbers: list[Any] = [small, large]
-    dist.broadcast_object_list(numbers, 0)
-    small, large = numbers
-    sent = (ranks - 1) * rows * config.hidden * 4
-    link = Costs(
-        token_seconds=0.0,
-        token_bytes=4 * config.hidden,
-        expert_bytes=config.expert_bytes,
-        bandwidth=sent / max(large - small, 0.1 * large),
-        latency=small,
-        backward=_BACKWARD,
-    )
-    besides = _Run(config, PLACEMENT_METHODS["none"], link)  # computes nothing
-    for _ in range(_TIMES + 1):
-        besides.step(next(config.loads(ranks, "even")))
-    numbers = [statistics.median(besides.seconds[1:]) - besides.modelled[-1]]
-    dist.broadcast_object_list(numbers, 0)
-    weights = besides.blocks[0].experts.experts.weights
-    return replace(
-        link,
+    layer = OverlappedMoE(config.hidden, config.intermediate, config.experts, top_k=config.top_k, placement="none")
+    costs = replace(
+        measure_costs(layer.experts.weights, config.tokens, False, group, "measuring"),
         token_seconds=config.token_us / 1e6,
         non_expert_seconds=config.non_expert_ms / 1e3,
-        handling_seconds=handling_seconds(weights, link, group, "measuring"),
-        fixed_seconds=max(0.0, numbers[0]) / config.blocks,
+        backward=_BACKWARD,
     )
+    besides = _Run(config, PLACEMENT_METHODS["none"], costs)
+    for _ in range(_TIMES + 1):
+        besides.step(next(config.loads(dist.get_world_size(), "even")))
+    longer: list[Any] = [statistics.median(besides.seconds[1:]) - besides.modelled[-1]]
+    dist.broadcast_object_list(longer, 0)
+    return replace(costs, fixed_seconds=max(0.0, longer[0]) / config.blocks)
 
 
 def run_experts_bench(config: ExpertsBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, which the experts are spread over. Called on every rank."""
     named, size = checked_settings(config), dist.get_world_size()
     costs = measured_costs(config)
-    result: Result = {"config": named | {"ranks": size}, "costs": settings(costs)}
+    result: Result = {"config": named | {"ranks": size}, "costs": asdict(costs)}
     errors = []
     rounds = config.warmup + config.iterations
     with progress("steps", len(config.kinds) * rounds, shows and first_rank()) as advance:

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.parallel.expert_groups import EXPERT_MODES
+from oases.plans.layered import Model
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
 from oases.simulator.hardware_file import read_hardware
@@ -35,6 +36,7 @@ from oases_bench.harness import (
 from oases_bench.overlap_predictions import (
     PREDICTION_COLUMNS,
     compare_predictions,
+    model_of,
     prediction_rows,
     require_predictable,
     write_comparison,
@@ -111,6 +113,10 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         """The peers asked for."""
         return parse_baselines(self.peers, self.batch, self.recompute)
 
+    def predicted_model(self, ranks: int) -> Model:
+        """The model that --simulate predicts."""
+        return model_of(self, self.model, ranks if self.experts_mode == "balanced" else 0)
+
     def prepared(self, ranks: Ranks) -> OverlapBenchConfig:
         """With the sizes of the model."""
         config = self
@@ -121,12 +127,11 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         if self.flops:
             self._require_emulation()
         if self.model is not None:
-            if self.simulate is not None:
-                raise UsageError(f"--simulate {self.simulate} knows the built-in GPT alone; leave it out, or --model")
             config = of_model(self, ranks.given, ranks.size)
         config.check(ranks.size)
         if self.simulate is not None:
-            require_predictable(config, read_hardware(Path(self.simulate)), ranks.size)
+            model = config.predicted_model(ranks.size)
+            require_predictable(model, read_hardware(Path(self.simulate)), ranks.size, config.batch)
         elif self.html is not None:
             raise UsageError(
                 f"--html {self.html} draws measured steps beside predicted ones; give --simulate PROFILE"
@@ -203,7 +208,7 @@ def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: flo
             row["speedup_over_gpt"] = row["speedup"] / results[1]["schedules"][name]["speedup"]
     if config.simulate is not None:
         hardware = read_hardware(Path(config.simulate))
-        steps = compare_predictions(benches[0], found, hardware)
+        steps = compare_predictions(benches[0], found, hardware, config.predicted_model(group.size()))
         found["config"]["profile"] = hardware.name
         if config.html is not None and first_rank():
             write_comparison(Path(config.html), found, steps, hardware)

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from oases.plans.shape import KINDS, ModelShape
+from oases.errors import UsageError
+from oases.graph.trace import trace_layers
+from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
+from oases.plans.layered import LayeredModel, Model
+from oases.plans.shape import ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
-from oases.schedule import Schedule
+from oases.schedule import Schedule, exchanging
 from oases.simulator import simulate
 from oases.simulator.cost import StackCosts
 from oases.simulator.drawing import Section, draw_timelines, write_page
@@ -30,18 +34,30 @@ class StepComparison:
     predicted: Timeline
 
 
-def model_of(config: OverlapConfig) -> ModelShape:
-    """The stack that is run."""
-    return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
+def model_of(config: OverlapConfig, path: str | None = None, expert_parallel: int = 0) -> Model:
+    """The stack that is run. path: of the configuration of an unedited model, which is traced.
+
+    expert_parallel: ranks that its experts are balanced over; 0 for experts that are sharded.
+    """
+    if path is None:
+        return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
+    data = with_layers(read_configuration(Path(path), "--model"), config.layers)
+    traced = trace_layers(configured_model(data, config.dtype), sequence=config.sequence)
+    return traced.with_expert_parallel(expert_parallel) if expert_parallel else traced
+
+
+def _listed(schedule: Schedule, model: Model) -> Schedule:
+    """The schedule with the all-to-alls of balanced experts, as stacks run it."""
+    kinds = (model.kind_of(block) for block in range(model.num_blocks))
+    return exchanging(schedule, [block for block, kind in enumerate(kinds) if model.expert_parameters(kind)])
 
 
 def costs_of(
-    config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none", slower: float = 1.0
+    model: Model, batch: int, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none", slower: float = 1.0
 ) -> StackCosts:
     """Costs of one step of a schedule. wire: name of the type in which sums are sent. slower: factor of compute."""
-    model = model_of(config)
     kinds = [model.kind_of(block) for block in range(model.num_blocks)]
-    costs = stack_costs(hardware, model, kinds, tp, config.batch, schedule, wire)
+    costs = stack_costs(hardware, model, kinds, tp, batch, schedule, wire)
     forward, backward = costs.overhead
     return replace(
         costs,
@@ -50,34 +66,49 @@ def costs_of(
     )
 
 
-def slowdown(bench: OverlapBench, result: Result, hardware: Hardware, tp: int) -> float:
-    """Compute alone as it was measured in this run over that of the profile, which another hour's machine gave."""
-    alone = [
-        simulate(schedule, replace(costs_of(bench.config, schedule, hardware, tp), collectives={})).total_seconds
-        for schedule in bench.compute_alone.values()
-    ]
-    return float(result["compute_seconds"]) / min(alone)
+def slowdown(bench: OverlapBench, result: Result, hardware: Hardware, tp: int, model: Model) -> float:
+    """Compute alone as it was measured in this run over that of the profile, which another hour's machine gave.
+
+    All-to-alls of experts run in compute alone, too, and are left out on both sides.
+    """
+
+    def alone(slower: float) -> float:
+        found = []
+        for schedule in (_listed(each, model) for each in bench.compute_alone.values()):
+            costs = costs_of(model, bench.config.batch, schedule, hardware, tp, slower=slower)
+            found.append(simulate(schedule, replace(costs, collectives={})).total_seconds)
+        return min(found)
+
+    sent = alone(0.0)
+    return (float(result["compute_seconds"]) - sent) / (alone(1.0) - sent)
 
 
-def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> None:
+def require_predictable(model: Model, hardware: Hardware, tp: int, batch: int) -> None:
     """Raise UsageError where nothing can be predicted, before any rank starts."""
-    for kind in KINDS:
-        hardware.block_times(model_of(config), kind, tp, config.batch)
+    for kind in dict.fromkeys(model.kind_of(block) for block in range(model.num_blocks)):
+        if isinstance(model, LayeredModel) and not hardware.measured(model, kind, tp):
+            raise UsageError(
+                f"profile {hardware.name!r} holds no {model.block_name(kind)} of hidden {model.hidden}, sequence "
+                f"{model.sequence}, {model.dtype}, tp {tp}; measure it with oases profile --model"
+            )
+        hardware.block_times(model, kind, tp, batch)
 
 
-def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
+def compare_predictions(
+    bench: OverlapBench, result: Result, hardware: Hardware, model: Model
+) -> list[StepComparison]:
     """Add predictions to every schedule of a result; return the steps. Called on every rank.
 
     predicted_seconds: by the profile. predicted_at_speed_seconds: with its compute scaled to compute alone in this
     run, since a shared machine is faster in one hour than in another; what is left is the simulator's own error.
     """
-    steps, tp = [], dist.get_world_size()
-    result["compute_over_profile"] = slower = slowdown(bench, result, hardware, tp)
+    steps, tp, batch = [], dist.get_world_size(), bench.config.batch
+    result["compute_over_profile"] = slower = slowdown(bench, result, hardware, tp, model)
     names = {wire: name for name, wire in WIRE_DTYPES.items()}
-    for name, schedule in bench.schedules.items():
-        wire = names[bench.wire_dtypes.get(name)]
-        found = simulate(schedule, costs_of(bench.config, schedule, hardware, tp, wire))
-        at_speed = simulate(schedule, costs_of(bench.config, schedule, hardware, tp, wire, slower)).total_seconds
+    for name, run in bench.schedules.items():
+        wire, schedule = names[bench.wire_dtypes.get(name)], _listed(run, model)
+        found = simulate(schedule, costs_of(model, batch, schedule, hardware, tp, wire))
+        at_speed = simulate(schedule, costs_of(model, batch, schedule, hardware, tp, wire, slower)).total_seconds
         row = result["schedules"][name]
         row["predicted_seconds"] = found.total_seconds
         row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1

@@ -23,8 +23,17 @@ from oases.parallel.messages import StageMessages
 from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.train.config import option
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, add_speedups, checked_settings, interleave
-from oases_bench.stage_baselines import PIPELINE_BASELINES, TorchPipeline, parse_baselines, stage_of_blocks
+from oases_bench.harness import (
+    BenchConfig,
+    Benchmark,
+    Ranks,
+    Result,
+    add_speedups,
+    checked_settings,
+    interleave,
+    parse_peers,
+)
+from oases_bench.stage_baselines import PIPELINE_BASELINES, TorchPipeline, stage_of_blocks
 from oases_bench.stage_steps import StageSteps, stages_table
 from oases_bench.timed_block import BlockSeconds, TimedBlock
 
@@ -69,7 +78,7 @@ class PipelineBenchConfig(BenchConfig):
         self.require_least(1, "hidden", "sequence", "iterations")
         if self.micro_batches < stages:
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
-        parse_baselines(self.peers)
+        parse_peers(self.peers, PIPELINE_BASELINES)
         found = {}
         for text in self.pipelines.split(","):
             name, _, wire = text.partition(":")
@@ -98,7 +107,7 @@ class PipelineBenchConfig(BenchConfig):
         stage = dist.get_rank()
         x = torch.ones(self.micro_batches, self.sequence, self.hidden)
         return TorchPipeline(
-            stage_of_blocks(self.layer(1), 1, stage == 0), stage=stage, stages=stages, many=self.micro_batches, x=x,
+            stage_of_blocks(self.layer(1), stage == 0), stage=stage, stages=stages, many=self.micro_batches, x=x,
             group=dist.group.WORLD, gpipe=name == "torch_gpipe",
         )  # fmt: skip
 
@@ -133,7 +142,7 @@ def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -
     ours = {
         name: _Contestant(config, pipeline, mesh, wire) for name, (pipeline, wire) in config.chosen(stages).items()
     }
-    peers = {name: config.peer(name, stages) for name in parse_baselines(config.peers)}
+    peers = {name: config.peer(name, stages) for name in parse_peers(config.peers, PIPELINE_BASELINES)}
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():
         peer.warm_up()
@@ -148,7 +157,7 @@ def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -
 
 def shown(result: Result) -> Iterator[RenderableType]:
     """A row per pipeline."""
-    yield stages_table(result, "pipeline")
+    yield stages_table(result)
 
 
 BENCHMARK = Benchmark(

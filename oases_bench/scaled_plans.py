@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -142,6 +143,11 @@ def emulate_compute(model: nn.Module, layered: LayeredModel, hardware: Hardware,
         runner = each.runner
         if runner is None:
             raise UsageError(f"{each.name}: its layers do not run across layers, so their compute cannot be emulated")
+        for layer, count in Counter(runner.layer_of).items():
+            path = runner.layers[layer].path
+            planned = layered.first_block(numbers[path] + 1) - layered.first_block(numbers[path])
+            if count != planned:
+                raise UsageError(f"{path}: it runs as {count} blocks and was planned as {planned}; report it")
         places: dict[int, int] = {}
         for block, layer in zip(runner.stack.blocks, runner.layer_of, strict=True):
             number = layered.first_block(numbers[runner.layers[layer].path]) + places.setdefault(layer, 0)

@@ -20,6 +20,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.kernels.sparse import bitmap_unpack
+from oases.limits import flag_of
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
@@ -71,7 +72,7 @@ class SparseBenchConfig(BenchConfig):
         self.require_least(0, "steps", "train_steps", "seed")
         for name in ("cells", "bucket_mb", "learning_rate"):
             if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+                raise UsageError(f"{flag_of(name)} must be above 0, got {getattr(self, name)}")
 
     def prepared(self, ranks: Ranks) -> SparseBenchConfig:
         """See `BenchConfig`."""

@@ -13,24 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
 from oases_bench.harness import timed_step
 from oases_bench.timed_block import TimedBlock
 
 PIPELINE_BASELINES = ("torch_1f1b", "torch_gpipe")
-
-
-def parse_baselines(text: str) -> tuple[str, ...]:
-    """The names in `text`: names joined by commas, all or none. UsageError for one that is unknown."""
-    if text in ("all", "none"):
-        return PIPELINE_BASELINES if text == "all" else ()
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in PIPELINE_BASELINES:
-            known = ", ".join(PIPELINE_BASELINES)
-            raise UsageError(f"--peers: unknown peer {name!r}; known are {known}, or say all or none")
-    return names
 
 
 class _Layer(nn.Module):
@@ -48,18 +35,18 @@ class _Layer(nn.Module):
 
 
 class _StageModule(nn.Module):
-    """The layers of one stage."""
+    """The layers of one stage, of which the first is computed again."""
 
-    def __init__(self, layers: list[_Layer], again: int, first: bool) -> None:
+    def __init__(self, layers: list[_Layer], first: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._again, self._first = again, first
+        self._first = first
 
     def forward(self, x: Tensor) -> Tensor:
         if self._first:
             x = x.detach().requires_grad_()  # as an embedding's output does
         for number, layer in enumerate(self.layers):
-            x = checkpoint(layer, x, use_reentrant=False) if number < self._again else layer(x)
+            x = layer(x) if number else checkpoint(layer, x, use_reentrant=False)
         return x
 
 
@@ -118,7 +105,6 @@ class TorchPipeline:
         return {"step_seconds": statistics.median(self.seconds), "steps": self.seconds}
 
 
-def stage_of_blocks(blocks: list[TimedBlock], again: int, first: bool) -> nn.Module:
-    """A stage of layers of two blocks each on one rank; `again`: how many of the layers are computed again."""
-    layers = [_Layer(blocks[at : at + 2]) for at in range(0, len(blocks), 2)]
-    return _StageModule(layers, again, first)
+def stage_of_blocks(blocks: list[TimedBlock], first: bool) -> nn.Module:
+    """A stage of layers of two blocks each on one rank, of which the first layer is computed again."""
+    return _StageModule([_Layer(blocks[at : at + 2]) for at in range(0, len(blocks), 2)], first)

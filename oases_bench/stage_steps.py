@@ -167,9 +167,11 @@ class PlannedSteps(StageSteps):
         return super().row(peak, found) | {"plan": self.plan.text()}
 
 
-def stages_table(result: Result, first: str) -> Any:
-    """A row for every contestant, peers below. first: what the first column is called."""
-    columns = (first, "step", "predicted", "error", "speedup", "predicted", "bubble", "predicted", "peak MB by stage")
+def stages_table(result: Result) -> Any:
+    """A row for every contestant, peers below."""
+    columns = (
+        "pipeline", "step", "predicted", "error", "speedup", "predicted", "bubble", "predicted", "peak MB by stage",
+    )  # fmt: skip
     rows = []
     for name, row in (*result["schedules"].items(), *result["peers"].items()):
         predictions = ("-", "-")

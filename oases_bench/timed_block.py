@@ -47,7 +47,7 @@ class TimedBlock(nn.Module):
     the CPU.
     seconds: times for a number of samples, dimension 0 of x. tokens: sequence length; if given, the block is
         token_wise, and a chunk along dimension 1 counts as a fraction of its samples.
-    num_parameters: elements of this rank's weight. value: their initial value.
+    num_parameters: elements of this rank's weight.
     Times are lower bounds: sleeps end a little late, and the arithmetic may take longer.
     Raises ValueError for a tensor on another device, whose queue would not wait for a sleep.
     """
@@ -59,7 +59,6 @@ class TimedBlock(nn.Module):
         seconds: Callable[[float], BlockSeconds],
         *,
         num_parameters: int = 1,
-        value: float = 0.01,
         tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class TimedBlock(nn.Module):
         self.seconds = seconds
         self.tokens = tokens
         self.token_wise = tokens is not None
-        self.weight = nn.Parameter(torch.full((num_parameters,), value))
+        self.weight = nn.Parameter(torch.full((num_parameters,), 0.01))
 
     def partial(self, x: Tensor) -> Tensor:
         """[batch, ...] -> this rank's partial sum, of the same shape."""

@@ -22,8 +22,8 @@ class RanksAtHand:
 
     def __call__(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
         """Rank 0's result; what it printed is printed here."""
-        # Two ranks have the same sums over both.
-        assert options.backend in (Backend(), Backend("staged")), "the ranks of a pool are joined by gloo"
+        # Two ranks have the same sums over both; more have others in their last bits.
+        assert options.backend in (Backend(), Backend("staged")), "the ranks of a pool share a machine's CPU"
         assert options.nodes is None, "the ranks of a pool are on one node"
         result, printed = self._pool(options.size).run(_listened, os.getcwd(), function, arguments)[0]
         print(printed, end="")

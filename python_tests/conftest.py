@@ -14,6 +14,9 @@ import oases.terminal
 from oases.launch import fork_server
 from oases.testing import RankPool
 
+RANKS_OVER = os.environ.get("OASES_TEST_BACKEND", "staged")
+"""Backend of the pools that tests share. Those of links and of gloo start ranks, or make groups, over gloo."""
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 fork_server.MODULES += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
@@ -56,6 +59,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
+    with RankPool(2, RANKS_OVER) as pool:
+        pool.run(poll_often)
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_ranks_of_gloo() -> Iterator[RankPool]:
+    """Ranks whose backend sums sparse gradients, as DDP asks it to."""
     with RankPool(2) as pool:
         pool.run(poll_often)
         yield pool
@@ -63,7 +74,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
+    with RankPool(4, RANKS_OVER) as pool:
         pool.run(poll_often)
         yield pool
 

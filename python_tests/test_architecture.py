@@ -34,7 +34,7 @@ options of the command line are for the benchmarks' commands, too.
 
 RUNTIME = ("execution", "parallel", "moe", "autotp", "models", "train")
 """Run a plan, and so never load the search for one."""
-TORCH_FREE = ("schedule", "plans", "simulator", "planner")
+TORCH_FREE = ("schedule", "plans", "simulator", "planner", "oases_svm")
 APART = ("svm", "oases_svm")
 """Import nothing of oases but each other."""
 
@@ -129,10 +129,12 @@ def _imports(tree: ast.Module, name: str, is_package: bool, known: set[str]) -> 
 
 
 def _nodes(node: ast.AST, loads: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it runs when its module is loaded: outside of functions and of `if TYPE_CHECKING`."""
+    """Every statement, and whether it runs when its module is loaded: not in functions and `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         yield child, loads
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             for inner in child.body:
                 yield inner, False
                 yield from _nodes(inner, False)
@@ -140,7 +142,7 @@ def _nodes(node: ast.AST, loads: bool) -> Iterator[tuple[ast.AST, bool]]:
                 yield inner, loads
                 yield from _nodes(inner, loads)
             continue
-        yield from _nodes(child, loads and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+        yield from _nodes(child, loads and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def unit_of(name: str) -> str | None:

@@ -27,9 +27,11 @@ PROFILE = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(choose, "STEPS", 40)
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "STEPS", 40)
+        yield
 
 
 @pytest.fixture
@@ -39,9 +41,9 @@ def profile(tmp_path):
     return str(path)
 
 
-@pytest.fixture
-def planned(tmp_path):
-    path = tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def planned(quick, tmp_path_factory):
+    path = tmp_path_factory.mktemp("planned") / "plan.json"
     cli.main(["plan", *GIVEN, "--json", str(path)])
     return str(path)
 

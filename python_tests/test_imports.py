@@ -21,6 +21,7 @@ for name in {RUNTIME}:
 """
 
 
+@pytest.mark.long
 def test_the_runtime_loads_no_planner():
     done = subprocess.run([sys.executable, "-c", EACH_IN_A_FORK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

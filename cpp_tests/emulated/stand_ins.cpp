@@ -84,18 +84,22 @@ void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* 
   call.end(8);
 }
 
-void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out) {
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, const void* up, void* out) {
   Call call("swiglu");
-  cuda::swiglu(dtype, rows, n, call.in(x, rows * 2 * n, dtype), call.out(out, rows * n, dtype), nullptr);
-  twin<&swiglu>()(dtype, rows, n, x, call.twin(out));
+  cuda::swiglu(dtype, rows, n, call.in(x, rows * (up ? 1 : 2) * n, dtype), call.in(up, rows * n, dtype),
+               call.out(out, rows * n, dtype), nullptr);
+  twin<&swiglu>()(dtype, rows, n, x, up, call.twin(out));
   call.end(1);
 }
 
-void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x) {
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, const void* up,
+                     void* grad_x, void* grad_up) {
   Call call("swiglu_backward");
-  cuda::swiglu_backward(dtype, rows, n, call.in(grad, rows * n, dtype), call.in(x, rows * 2 * n, dtype),
-                        call.out(grad_x, rows * 2 * n, dtype), nullptr);
-  twin<&swiglu_backward>()(dtype, rows, n, grad, x, call.twin(grad_x));
+  const int64_t count = rows * (up ? 1 : 2) * n;
+  cuda::swiglu_backward(dtype, rows, n, call.in(grad, rows * n, dtype), call.in(x, count, dtype),
+                        call.in(up, rows * n, dtype), call.out(grad_x, count, dtype),
+                        call.out(grad_up, rows * n, dtype), nullptr);
+  twin<&swiglu_backward>()(dtype, rows, n, grad, x, up, call.twin(grad_x), call.twin(grad_up));
   call.end(2);
 }
 

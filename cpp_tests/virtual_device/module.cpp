@@ -19,11 +19,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              [](int device) { return Generator::of(static_cast<c10::DeviceIndex>(device)); });
   module.def(
       "set_costs",
-      [](double op_seconds, double link_seconds) {
+      [](double op_seconds, double link_seconds, double host_seconds) {
         settings.op_seconds = op_seconds;
         settings.link_seconds = link_seconds;
+        settings.host_seconds = host_seconds;
       },
-      py::arg("op_seconds") = 0.0, py::arg("link_seconds") = 0.0);
+      py::arg("op_seconds") = 0.0, py::arg("link_seconds") = 0.0, py::arg("host_seconds") = 0.0);
+  module.def("sleep", [](double seconds) {
+    current_stream(current_device).put([seconds](double& clock) { clock += seconds; });
+  });
   module.def(
       "set_delays",
       [](double longest_seconds, uint64_t seed) {

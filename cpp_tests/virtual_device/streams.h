@@ -26,6 +26,7 @@ constexpr int kStreams = 32;  // of a device, as in CUDA's pool: the next one as
 
 struct Settings {
   std::atomic<double> op_seconds{0}, link_seconds{0};  // on the device's clocks
+  std::atomic<double> host_seconds{0};                 // on the host's clock, to queue a work
   std::atomic<double> longest_delay{0};                // the machine's seconds, before work and collectives
   std::atomic<uint64_t> seed{0};
   std::atomic<bool> broken{false};  // what unpins memory fails, as all calls of CUDA do after a failed kernel
@@ -53,6 +54,7 @@ class Stream {
   }
 
   void put(Task task) {
+    if (const double taken = settings.host_seconds; taken > 0) host_clock += taken;
     {
       const std::lock_guard lock(mutex_);
       tasks_.push_back({std::move(task), host_clock});

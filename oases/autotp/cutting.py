@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
+from oases.autotp.fusion import fuse
 from oases.autotp.lowering import block_dropout
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 
@@ -231,6 +232,7 @@ def _arrived(made: fx.Graph, given: list[fx.Node], joined: list[fx.Node]) -> dic
     values = dict[fx.Node, fx.Node]()
     for place, node in enumerate(each for each in given if each not in joined):
         values[node] = made.placeholder(f"given_{place}")
+        values[node].meta.update(node.meta)
     if joined:
         whole = made.placeholder("given_1")
         parts = made.call_function(torch.split, (whole, [shape_of(node.meta["like"])[-1] for node in joined], -1))
@@ -249,5 +251,6 @@ def _counts(node: fx.Node, length: Any) -> bool:
 
 def _piece(graph: fx.Graph, given: int) -> Piece:
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    fuse(graph)
     module = fx.GraphModule(torch.nn.Module(), graph)
     return Piece(module.forward, tuple(names[given:]))

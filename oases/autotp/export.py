@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.backward_code import code_of_backward
 from oases.autotp.cache import is_layer_cache
-from oases.autotp.module_snapshot import Modes, traced_as_run, unrecorded
+from oases.autotp.module_snapshot import Modes, unrecorded
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -29,8 +29,9 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
-from oases.autotp.watched_call import CallCounter, WatchedCall
+from oases.autotp.watched_call import WatchedCall
 from oases.errors import UsageError
+from oases.graph.trace.as_run import CallCounter, traced_as_run
 from oases.parallel.fsdp import COMPUTED_IN
 
 
@@ -223,11 +224,7 @@ def export(
         if not counter.over:
             raise _untraceable(type(layer).__name__, error) from error
     if counter.over:
-        raise TooLongError(
-            f"{type(layer).__name__} calls more than {counter.most} functions of torch, whose trace would take "
-            "a minute or more: a trace unrolls loops (over tokens, say); make the "
-            "loop one op by torch.library.custom_op"
-        )
+        raise TooLongError(f"{type(layer).__name__} {counter.why}")
     if changed:
         raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed)} in its forward")
     if lost():

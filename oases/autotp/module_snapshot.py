@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,28 +59,6 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
     finally:
         for part, hooks in found:
             part._forward_hooks.update(hooks)
-
-
-_ASKED = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
-"""Functions that transformers' layers import to ask whether they are exported."""
-
-
-@contextmanager
-def traced_as_run(module: nn.Module) -> Iterator[None]:
-    """Context in which layers of transformers are traced as they run, not in the form that some have for exporting.
-
-    That form avoids ops which other runtimes lack, and solves a triangular system in a thousand ops instead of one.
-    """
-    files = [sys.modules.get(name) for name in sorted({type(part).__module__ for part in module.modules()})]
-    asking = [vars(file) for file in files if hasattr(file, _ASKED[0])]
-    before = [{name: names[name] for name in _ASKED if name in names} for names in asking]
-    for names, functions in zip(asking, before, strict=True):
-        names.update(dict.fromkeys(functions, bool))  # bool() is False
-    try:
-        yield
-    finally:
-        for names, functions in zip(asking, before, strict=True):
-            names.update(functions)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def parallelize(
     moved to `device`, where it is given. pipeline, micro_batches: of a mesh with "pp":
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
     fsdp, zero: shard gradients and optimizer state over its "dp", balanced experts over the ranks that have the same
-    ones, with fsdp weights, too; without "pp" zero shards optimizer state alone. dtype: of weights and activations;
+    ones, with fsdp weights, too; without "pp" zero shards optimizer state alone, and a model with fsdp is called,
+    backwards and steps in a loop of your own. dtype: of weights and activations;
     bfloat16 has float32 masters and gradients. Make the optimizer by `oases.make_optimizer`, which heeds both.
     compile: backend of torch.compile for the blocks of layers, such as inductor; None for eager.
     experts: "sharded" over tensor-parallel ranks, whose results are summed, or
@@ -132,47 +133,40 @@ def parallelize(
     experts, expert_parallel = planned_experts(plan, experts, expert_parallel)
     dtype = planned_dtype(plan, dtype)
     require_dtype(dtype)
-    steps = pipeline_options(
-        mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp, zero=zero, dtype=dtype
-    )
-    steps = _with_wires(steps, mesh, gradient_wire, pipeline_wire)
-    if steps is not None and steps.mesh.num_stages > 1 and stack_options.get("wire_dtype") == AUTO_LOSSY:
-        raise UsageError(
-            f"wire_dtype {AUTO_LOSSY!r} measures whole passes and does not work with a pipeline; name one"
-        )
+    recompute, wire = stack_options.get("recompute", "none"), stack_options.get("wire_dtype")
+    steps = pipeline_options(mesh, plan, pipeline, micro_batches, recompute, fsdp=fsdp, zero=zero, dtype=dtype)
+    steps = _with_wires(steps, mesh, gradient_wire, pipeline_wire, wire)
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
-    require_alike(model, group if steps is None else steps.mesh.run, values=weights is None)
-    require_alike(model, data_parallel_group(mesh), values=weights is None)
-    tp = GroupRank.of(group)
+    if steps is not None and plan is None and not steps.recomputes:
+        options = options | {"recompute": "none"}
+    tp, run = GroupRank.of(group), group if steps is None else steps.mesh.run
+    for ranks in (run, data_parallel_group(mesh)):
+        require_alike(model, ranks, values=weights is None)
     report = PartitionReport(type(model).__name__, tp.ranks)
+
     report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
-    wire = stack_options.get("wire_dtype", None if plan is None or plan.wire == "none" else plan.wire)
-    balanced = _expert_options(model, mesh, steps, group, experts, expert_parallel, placement, compile, wire)
+    if plan is not None and plan.wire != "none" and "wire_dtype" not in stack_options:
+        wire = plan.wire
+    balanced = _expert_options(mesh, steps, group, experts, expert_parallel, placement, compile, wire)
     found, outside_reads = signatures_of(model, twin, inputs, names, spec, plan, tp, options, balanced)
-    hooks = ModelHooks(model, group)
-    stages = None
+
+    hooks, stages, division, stage = ModelHooks(model, group), None, None, 0
     if steps is not None:
         stages = divide_model(model, twin, [each for each, _ in found], inputs, steps)
+        division, stage = stages.division, steps.mesh.stage
         vocabulary = None if vocabulary is None else vocabulary.held_by(model)
-        if plan is None and not steps.recomputes:
-            options = options | {"recompute": "none"}
-    division, stage = (None, 0) if stages is None or steps is None else (stages.division, steps.mesh.stage)
     segments = segments_of(found, plan, options, division, stage)
     require_token_wise(segments, tp.ranks)
     install_layers(model, segments, group, compile, report, balanced)
     _cut_vocabulary(model, vocabulary, outside_reads, group, report)
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
-    if weights is not None:
-        device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-        run = group if steps is None else steps.mesh.run
-        load_weights(model, weights, device=device or device_type, process_group=run)
-    elif device is not None:
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    _place_weights(model, weights, device, mesh, run)
     report.replicated = outside_of_layers(model, segments, report)
+
     hooks.begin(model)
     if steps is None or not steps.shards:
         set_needs(model, zero=zero or (plan is not None and plan.zero), dtype=dtype)
@@ -181,15 +175,11 @@ def parallelize(
         refuse_tools()
     else:
         average_replicas(model, mesh, gradient_wire or "")
-        again = Installation(tp, inputs, spec, plan, options, compile, balanced)
-        connect_tools(model, group, again.adapt)
-    if callable(getattr(model, "save_pretrained", None)) and (
-        tp.ranks > 1 or steps is not None or balanced is not None
-    ):
-        object.__setattr__(model, "save_pretrained", ModelSaver(model, group))
-    object.__setattr__(model, "oases_mesh", named_mesh(mesh, model, group) if steps is None else mesh or steps.mesh)
-    object.__setattr__(model, "oases_partition", report)
-    object.__setattr__(model, "oases_hooks", hooks)
+        connect_tools(model, group, Installation(tp, inputs, spec, plan, options, compile, balanced).adapt)
+    if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps or balanced):
+        _attach(model, save_pretrained=ModelSaver(model, group))
+    mesh = named_mesh(mesh, model, group) if steps is None else mesh or steps.mesh
+    _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
     return model
 
 
@@ -205,11 +195,12 @@ def _groups_of(mesh: Any) -> list[ProcessGroup | None]:
 
 
 def _with_wires(
-    steps: PipelineOptions | None, mesh: Any, gradients: str | None, messages: str | None
+    steps: PipelineOptions | None, mesh: Any, gradients: str | None, messages: str | None, sums: WireType | None
 ) -> PipelineOptions | None:
     """The options with the codes of gradients and of messages between stages.
 
-    UsageError for an unknown one, and where there is nothing to send: no replicas, or no stages.
+    sums: code of the layers' all-reduces. UsageError for an unknown code, where there is nothing to send (no
+    replicas, or no stages), and for sums that are chosen by measuring whole passes where there are stages.
     """
     if gradients is not None:
         quantised_type("gradient_wire", gradients)
@@ -225,11 +216,14 @@ def _with_wires(
             raise UsageError(
                 f"pipeline_wire {messages!r}: there is one stage; give a mesh with a 'pp' above 1, or leave it out"
             )
+    if sums == AUTO_LOSSY and steps is not None and steps.mesh.num_stages > 1:
+        raise UsageError(
+            f"wire_dtype {AUTO_LOSSY!r} measures whole passes and does not work with a pipeline; name one"
+        )
     return None if steps is None else replace(steps, gradient_wire=gradients or "", pipeline_wire=messages or "")
 
 
 def _expert_options(
-    model: nn.Module,
     mesh: Any,
     steps: PipelineOptions | None,
     group: ProcessGroup | None,
@@ -259,6 +253,21 @@ def _expert_options(
     )
 
 
+def _place_weights(model: nn.Module, weights: Any, device: Any, mesh: Any, run: ProcessGroup | None) -> None:
+    """Read this rank's part of the weights that are given, or move what it has to `device`. run: all ranks."""
+    if weights is not None:
+        device = device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
+        load_weights(model, weights, device=device, process_group=run)
+    elif device is not None:
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _attach(model: nn.Module, **attributes: Any) -> None:
+    """Set attributes without registering them: modules and parameters among them are not the model's."""
+    for name, value in attributes.items():
+        object.__setattr__(model, name, value)
+
+
 def _train_in_stages(
     model: nn.Module,
     stages: Stages,
@@ -272,11 +281,7 @@ def _train_in_stages(
         install_units(model, stages.units, stages.names)
     runners = [each.runner for each in report.layers if each.runner is not None]
     training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners, hooks)
-    for name, value in (
-        ("oases_pipeline", training),
-        ("train_step", training.train_step), ("eval_step", training.eval_step),
-    ):  # fmt: skip
-        object.__setattr__(model, name, value)
+    _attach(model, oases_pipeline=training, train_step=training.train_step, eval_step=training.eval_step)
     register_stage(model)
     of_rank = stages.division.layers_on(steps.mesh.stage)
     report.notes.append(

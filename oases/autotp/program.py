@@ -33,6 +33,7 @@ from oases.autotp.export import (
     varying_shapes,
     without_data,
 )
+from oases.autotp.fusion import fuse
 from oases.autotp.layers import TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
 from oases.autotp.module_snapshot import Modes, modes_of, set_modes, states_of
@@ -227,6 +228,7 @@ class Program:
         """The whole layer as a function with its all-reduces, and the placeholders it reads."""
         if self._module is None:
             graph = lower(self.walk.graph, self.tp)
+            fuse(graph)
             names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
             self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
         return self._module

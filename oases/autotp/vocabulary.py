@@ -157,21 +157,18 @@ def shard_head(
     process_group: ProcessGroup,
     weight: nn.Parameter | None = None,
     bias: nn.Parameter | None = None,
-    num_chunks: NumChunks = "auto",
 ) -> None:
     """Make an output head vocabulary-parallel in place: [..., width], replicated -> `VocabularyLogits`.
 
-    weight, bias: this rank's rows, where other modules share them; else they are taken from the module. num_chunks:
-    as in `OverlappedColumnLinear`; where the degree does not divide the vocabulary "auto" is 2, because measured
-    choices are keyed by the weight's shape, which then differs between ranks. ValueError for fewer rows than ranks
-    and for a module that is sharded already.
+    weight, bias: this rank's rows, where other modules share them; else they are taken from the module. ValueError
+    for fewer rows than ranks and for a module that is sharded already.
     """
     _require_cuttable(head, process_group)
     _become(head, VocabularyHead, nn.Linear)
     _hold(head, process_group, head.out_features, weight=weight, bias=bias)
-    uneven = head.out_features % process_group.size() != 0
     state: Any = head
-    state.num_chunks = 2 if uneven and num_chunks == "auto" else num_chunks
+    # Measured choices are keyed by the weight's shape, which differs between ranks where it does not divide.
+    state.num_chunks = 2 if head.out_features % process_group.size() else "auto"
     state._chunks = Chunks("column")
 
 

@@ -21,7 +21,7 @@ from oases.profile.overlap import OverlapBench
 from oases.simulator.drawing import Section, draw_curves, draw_timelines, write_page
 from oases.simulator.timeline import Timeline, trace_json
 from oases.terminal import console, percent, progress, table, working
-from oases.train.config import TrainConfig, settings
+from oases.train.config import TrainConfig
 from oases.train.trainer import Trainer
 
 SCHEDULES = ("sync", "oases")
@@ -37,7 +37,7 @@ HEADER = ("schedule", "step", "against sync", "tokens/s", "hidden", "of ideal", 
 
 def run_demo(config: TrainConfig) -> dict[str, Any]:
     """Train under the schedules in turns, then measure their overlap. Called on every rank."""
-    require_agreement(settings(config))
+    require_agreement(dataclasses.asdict(config))
     group = dist.group.WORLD
     assert group is not None
     first = dist.get_rank() == 0
@@ -66,7 +66,7 @@ def run_demo(config: TrainConfig) -> dict[str, Any]:
     timelines = [bench.timeline(name) for name in SCHEDULES]
     steps = {name: statistics.median(seconds[name][1:] or seconds[name]) for name in SCHEDULES}
     return {
-        "config": settings(config) | {"tp": dist.get_world_size()},
+        "config": dataclasses.asdict(config) | {"tp": dist.get_world_size()},
         "schedules": {
             name: {
                 "step_seconds": steps[name],

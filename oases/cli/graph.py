@@ -15,6 +15,7 @@ from oases.files import write_text
 from oases.graph.layer_graph import FORMAT, LayerGraph, layer_of, read_graph
 from oases.graph.part import Part, shards, travels
 from oases.graph.stages import BALANCES, Stage, shared_parameters, split
+from oases.limits import flag_of
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#72B7B2", "#E45756", "#9D755D", "#EECA3B")
 _MOST_ARCS = 60
@@ -164,7 +165,7 @@ def show_graph(options: argparse.Namespace) -> None:
     """Print the shards or stages of the graph of --graph; write and draw it."""
     from oases.terminal import console
 
-    given = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name) not in (None, False)]
+    given = [flag_of(name) for name in _OF_PLANS if getattr(options, name) not in (None, False)]
     if given:
         raise UsageError(
             f"--graph shows a model's graph and makes no plan; leave out {', '.join(given)}, or "

@@ -17,7 +17,7 @@ from oases import testbed
 from oases.errors import UsageError, make_folder
 from oases.files import write_text
 from oases.launch import fork_server
-from oases.limits import require_numbers
+from oases.limits import flag_of, require_numbers
 from oases.testbed import Backend
 
 ELSEWHERE = {
@@ -127,14 +127,14 @@ def add_options(
         kind = str if default is None else type(default)
         if kind is bool:
             parser.add_argument(
-                f"--{item.name.replace('_', '-')}", action="store_true", help=item.metadata["help"],
+                flag_of(item.name), action="store_true", help=item.metadata["help"],
                 default=argparse.SUPPRESS if only_given else default,
             )  # fmt: skip
             continue
         shown = "" if default is None or follows else f" (default: {default})"
         choices = item.metadata.get("choices") or None
         parser.add_argument(
-            f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,
+            flag_of(item.name), type=kind, default=argparse.SUPPRESS if only_given else default,
             choices=choices, metavar=None if choices else item.metadata.get("metavar") or _METAVARS.get(kind, "TEXT"),
             help=item.metadata["help"] + shown,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from oases.cli.plan import searched, space_of
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
 from oases.files import write_text
+from oases.limits import flag_of
 from oases.planner.balance import part_blocks
 from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
@@ -167,7 +168,7 @@ def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Har
     (hardware, world), batch = cluster_of(options), batch_of(options)
     model = model_of(options)
     if by_hand:
-        _refuse(f"{_option(by_hand[0])} sets the strategy, so nothing is searched", options, _FOR_SEARCH)
+        _refuse(f"{flag_of(by_hand[0])} sets the strategy, so nothing is searched", options, _FOR_SEARCH)
         plan = _by_hand(options, model, hardware, world, batch)
         return *_predicted(plan, hardware), hardware
     space = space_of(options)
@@ -185,13 +186,9 @@ def _predicted(plan: Plan, hardware: Hardware) -> tuple[Plan, Predictor]:
 
 
 def _refuse(why: str, options: argparse.Namespace, names: Sequence[str]) -> None:
-    given = [_option(name) for name in names if getattr(options, name) not in (None, False)]
+    given = [flag_of(name) for name in names if getattr(options, name) not in (None, False)]
     if given:
         raise UsageError(f"{why}; leave out {', '.join(given)}")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, world: int, batch: int) -> Plan:

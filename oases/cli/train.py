@@ -172,12 +172,11 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
     from oases.launch.ranks import report_progress, require_agreement
     from oases.parallel.mesh import Mesh
     from oases.terminal import console, progress, working
-    from oases.train.config import settings
     from oases.train.trainer import Trainer
 
     config, plan = run.config, run.plan
     written = plan.to_json()
-    require_agreement(settings(config) | {"plan": written})
+    require_agreement(dataclasses.asdict(config) | {"plan": written})
     with working("building the model", dist.get_rank() == 0):
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
         trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
@@ -193,7 +192,7 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
             advance(report.step, report.text())
 
         result = trainer.train(show)
-    return {"config": settings(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}
+    return {"config": dataclasses.asdict(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}
 
 
 def _show(result: dict[str, Any], config: TrainConfig) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from typing import Any
 
 import torch
+
+HELD = 1.5
+"""Time that an accelerator is held, in times that the host took to queue the same work before."""
+HIGHEST_CLOCK = 3e9
+"""Cycles per second that no accelerator's clock exceeds."""
 
 
 class Clock:
@@ -14,6 +20,27 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events = device.type not in ("cpu", "meta")
+        self._queueing: dict[Hashable, float] = {}
+
+    @property
+    def holds(self) -> bool:
+        """Whether `hold` holds the device: one that its host may be slower than."""
+        return self._events and hasattr(torch.get_device_module(self.device), "_sleep")
+
+    def hold(self, of: Hashable) -> None:
+        """Hold an accelerator until the host has queued what follows, up to `queued`.
+
+        Marks then tell what the device needs. Otherwise one that is faster than its host waits for it between them.
+        of: names the work, which is not held the first time, when it is not known how long the host takes; None for
+        work that is not to be held.
+        """
+        if of is not None and self.holds and of in self._queueing:
+            torch.get_device_module(self.device)._sleep(int(HELD * HIGHEST_CLOCK * self._queueing[of]))
+        self._queueing[of] = -time.perf_counter()
+
+    def queued(self, of: Hashable) -> None:
+        """Note that the host has queued the work that `hold` named."""
+        self._queueing[of] += time.perf_counter()
 
     def mark(self) -> Any:
         """Current time: seconds of the monotonic clock, or an event recorded on the current stream."""

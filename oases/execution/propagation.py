@@ -32,6 +32,11 @@ from oases.execution.failure import (
 )
 from oases.execution.group import ProcessGroup
 
+
+class EarlyEnd(Exception):  # noqa: N818  (no error)
+    """Control flow that leaves a forward pass early, at the same point on all ranks of a group; nobody is told."""
+
+
 Standing = list[tuple[FailureMonitor, int]]
 """Monitors of groups, and how many failures each has had."""
 
@@ -132,17 +137,24 @@ class _Passes:
             return
         outer, before = self._open.pop()
         error = sys.exc_info()[1]
+        if isinstance(error, EarlyEnd):
+            return
         if error is not None and error is not outer:
             _tell(before, self._where, error)
         elif torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(result):
-                tensor = getattr(leaf, "part", leaf)  # of vocabulary-parallel logits, from which the loss is computed
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._arrived)
+            for tensor in differentiable(result):
+                tensor.register_hook(self._arrived)
 
     def _arrived(self, grad: Tensor) -> None:
         for monitor, _ in _standing(self._groups()):
             watch_backward(monitor, f"the backward pass of {self._where}")
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Tensors in a module's result that a backward pass may come from."""
+    # Of vocabulary-parallel logits, from which the loss is computed, this rank's part.
+    found = (getattr(leaf, "part", leaf) for leaf in pytree.tree_leaves(result))
+    return [each for each in found if isinstance(each, Tensor) and each.requires_grad]
 
 
 def watch_group(group: ProcessGroup | None, label: str) -> None:

@@ -2,13 +2,15 @@
 
 A block ends where a result is added to the activation between layers: there its row-parallel matmuls are summed over
 the ranks. In a block a matmul that no other follows is row-parallel, those that feed it directly are column-parallel
-(Megatron's pairs, arXiv 1909.08053), and what lies between them is sharded alike. All else is computed by every rank.
+(Megatron's pairs, arXiv 1909.08053), and what lies between them is sharded alike. All else is computed by every rank:
+also a pair with a norm over all of its features in between (OLMo). What has no sum is part of the block behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from math import prod
 
 from oases.graph.layer_graph import LayerGraph, Node, Parameter, layer_of
@@ -40,6 +42,8 @@ _KEEP_OTHERS = ("aten.mul", "aten.mul_", "aten.div", "aten.div_", "aten.where")
 _MASKED = ("aten.dropout", "aten.native_dropout", "aten.dropout_")
 
 _OVER_FEATURES = ("aten.mean", "aten.var", "aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm")
+
+_NUMBERS = tuple(each.name for each in fields(Share) if each.name not in ("units", "optional"))
 
 Key = tuple[int, bool]
 """(units, optional) of a Share."""
@@ -118,10 +122,32 @@ def blocks_of(reading: Reading, nodes: Sequence[Node], start: str) -> list[Block
     layer = layer_of(nodes[0].module)
     # Parameters of other modules that the layer reads, as position biases, are outside of it.
     counted = {each.identity for node in nodes for each in reading.parameters(node) if layer_of(each.name) != layer}
+    divided = _divided(reading, nodes, start)
+    parts = [_Costs(reading, *part) for part in divided]
+    ends = [at for at, part in enumerate(parts, start=1) if part.is_sharded]
+    if not ends:
+        parts = [_Costs(reading, *part, sums=True) for part in divided]
+        ends = list(range(1, len(parts) + 1))
+    blocks = [part.block(counted) for part in parts]
     return [
-        _Costs(reading, *part).block(f"block {number}", counted)
-        for number, part in enumerate(_divided(reading, nodes, start))
+        _joined(f"block {number}", blocks[first:end], blocks[end:] if end == ends[-1] else [])
+        for number, (first, end) in enumerate(pairwise([0, *ends]))
     ]
+
+
+def _joined(name: str, blocks: Sequence[Block], behind: Sequence[Block]) -> Block:
+    """One block of several up to its sum, which is the last one's, and of those behind that have no sum either."""
+    *before, last = blocks
+    shares: dict[Key, list[Share]] = {}
+    for each in (*before, last, *behind):
+        moved = 0 if each is last else each.combined
+        for share in (*each.shares, Share(moved=moved)) if moved else each.shares:
+            shares.setdefault((share.units, share.optional), []).append(share)
+    made = (
+        Share(units, optional, **{name: sum(getattr(share, name) for share in found) for name in _NUMBERS})
+        for (units, optional), found in sorted(shares.items())
+    )
+    return Block(name, tuple(made), last.combined, sum(each.ops for each in (*before, last, *behind)))
 
 
 def is_token_wise(reading: Reading, nodes: Sequence[Node], start: str) -> bool:
@@ -155,9 +181,9 @@ def _divided(reading: Reading, nodes: Sequence[Node], start: str) -> list[tuple[
 
 
 class _Costs:
-    """Costs of one block's nodes."""
+    """Costs of one block's nodes. sums: norms over sharded features are summed over the ranks (BitNet)."""
 
-    def __init__(self, reading: Reading, nodes: Sequence[Node], entry: str) -> None:
+    def __init__(self, reading: Reading, nodes: Sequence[Node], entry: str, *, sums: bool = False) -> None:
         self.reading = reading
         self.graph = reading.graph
         self.nodes = nodes
@@ -173,6 +199,11 @@ class _Costs:
         self.columns = {n for n in self.matmuls if n not in self.rows and self._below[n] & self.rows}
         self._keys = {name: self._key_of_row(name) for name in self.rows}
         self._keys |= {name: self._key_of_column(name) for name in self.columns}
+        self._normed = {row for node in nodes for row in self._normed_by(node)}
+        """Rows of which a norm before them reads all features, so that every rank computes them whole."""
+        if not sums:
+            whole = self._normed | {name for name in self.columns if self._below[name] & self._normed}
+            self._keys |= dict.fromkeys(whole, _WHOLE)
 
     def _nearest(self, nodes: Iterable[Node], links: dict[str, Sequence[str]]) -> dict[str, set[str]]:
         """Matmuls that each node is linked to through trained values and no other matmul."""
@@ -184,6 +215,13 @@ class _Costs:
                     continue
                 mine |= {other} if other in self.matmuls else found.get(other, set())
         return found
+
+    def _normed_by(self, node: Node) -> set[str]:
+        """Rows of which a node reads all features of a column-parallel matmul at once."""
+        rows = self._below[node.name] & self.rows if node.op in _OVER_FEATURES and node.inputs else set()
+        over = self._shape(node.inputs[0])[-1] if rows else 0
+        above = self._above[node.name] & self.columns if rows else set()
+        return rows if any(self.matmuls[name].shapes[0][-1] == over for name in above) else set()
 
     def _attention(self, row: str) -> Node | None:
         return next(
@@ -248,14 +286,14 @@ class _Costs:
 
         It is not where a norm reads all features of a column-parallel matmul at once, which then stays whole.
         """
-        for node in self.nodes:
-            if node.op in _ATTENTION and len(node.shapes[0]) == 4 and (self._key(node) or _WHOLE)[0] == 1:
-                return False
-            columns = self._above[node.name] & self.columns if self._below[node.name] & self.rows else set()
-            over = self._shape(node.inputs[0])[-1] if node.op in _OVER_FEATURES and node.inputs else 0
-            if any(self.matmuls[name].shapes[0][-1] == over for name in columns):
-                return False
-        return bool(self.rows)
+        attention = (node for node in self.nodes if node.op in _ATTENTION and len(node.shapes[0]) == 4)
+        whole = any((self._key(node) or _WHOLE)[0] == 1 for node in attention)
+        return bool(self.rows) and not (whole or self._normed)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a matmul of it is row-parallel, whose results are summed over the ranks."""
+        return bool(self.rows - self._normed)
 
     def _routed(self) -> dict[Key, dict[str, int]]:
         """Bytes of the tokens that experts get, by their share; gate and up read the same ones."""
@@ -266,8 +304,11 @@ class _Costs:
                 found[experts, True] = {"routed": self._bytes(read)}
         return found
 
-    def block(self, name: str, counted: set[int]) -> Block:
-        """The block with its costs. counted: identities of parameters that count elsewhere; the block's are added."""
+    def block(self, counted: set[int]) -> Block:
+        """The block with its costs, without a name.
+
+        counted: identities of parameters that count elsewhere; the block's are added.
+        """
         shares = {_WHOLE: dict[str, int](), **self._routed()}
         combined = ops = 0
 
@@ -303,7 +344,7 @@ class _Costs:
             for (units, optional), numbers in sorted(shares.items())
             if any(numbers.values())
         )
-        return Block(name, tuple(made), combined, max(1, ops))
+        return Block("", tuple(made), combined, max(1, ops))
 
     def _bytes(self, value: str) -> int:
         return self.graph.value_bytes[value]

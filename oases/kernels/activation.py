@@ -21,13 +21,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = 
     return torch.ops.oases.bias_gelu(x, bias, approximate)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up, where gate and up are the first and second half of the last dimension.
+def swiglu(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(x) * up; without `up`, gate and up are the first and second half of the last dimension of x.
 
-    x: [..., 2 n], float32, float16 or bfloat16; arithmetic is float32. Returns [..., n], contiguous. Raises
-    RuntimeError for another dtype or an odd last dimension.
+    x: [..., n] as up, or [..., 2 n]; float32, float16 or bfloat16; arithmetic is float32. Returns [..., n],
+    contiguous. Raises RuntimeError for another dtype, an odd last dimension, or an up unlike x.
     """
-    return torch.ops.oases.swiglu(x)
+    return torch.ops.oases.swiglu(x, up)
 
 
 def _setup_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -45,8 +45,10 @@ def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _swiglu_backward(ctx: Any, grad: Tensor) -> Tensor:
-    return torch.ops.oases.swiglu_backward(grad, *ctx.saved_tensors)
+def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, up = ctx.saved_tensors
+    grad_x, grad_up = torch.ops.oases.swiglu_backward(grad, x, up)
+    return grad_x, None if up is None else grad_up
 
 
 torch.library.register_autograd("oases::bias_gelu", _gelu_backward, setup_context=_setup_gelu)

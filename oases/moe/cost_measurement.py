@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from oases.execution.clock import synchronize
+from oases.execution.clock import Clock, synchronize
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.execution.wire import WireType
 from oases.moe.costs import Costs
@@ -26,6 +26,8 @@ ROWS = 128
 BYTES = 8 << 20
 """Bytes of the measured all-to-all per rank: more than the burst of a traffic shaper."""
 TIMES = 5
+PAUSE = 1.5
+"""Pause after a part of a measured transfer, in seconds that it is on the wire."""
 
 Run = Callable[[torch.Tensor, list[int], ExpertWeights], torch.Tensor]
 
@@ -92,35 +94,51 @@ def measure_costs(
 
 @torch.no_grad()
 def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, label: str) -> float:
-    """Measure `Costs.handling_seconds`: send every rank's experts to the next two ranks and gradients back.
+    """Measure `Costs.handling_seconds`: send experts of every rank to the next two ranks and gradients back.
 
-    costs: of the link, which are subtracted.
+    costs: of the link, which say how long to pause after each part, in the place of the compute that hides what it
+    started; the parts themselves are what nothing hides. As many experts are sent as are BYTES, at least one.
     """
     size, local = group_size(group), len(weights.up)
     experts = size * local
     routes, _ = owner_only(np.zeros((experts, size), dtype=np.int64))
-    number = min(2, size - 1)
-    copies = tuple(tuple(sorted((e // local + k) % size for k in range(1, 1 + number))) for e in range(experts))
+    number, sent = min(2, size - 1), max(1, min(local, int(BYTES // max(costs.expert_bytes, 1))))
+    copies = tuple(
+        tuple(sorted((e // local + k) % size for k in range(1, 1 + number))) if e % local < sent else ()
+        for e in range(experts)
+    )
     transfer = Transfer(weights, Placement("measured", copies, routes, np.zeros(size, np.int64), 0.0), group, label)
+    pause = PAUSE * (2 * sent * costs.expert_bytes / (costs.both_ways or 2 * costs.bandwidth) + costs.latency)
+    clock = Clock(weights.up.device)
+    parts: tuple[Callable[[], object], ...] = (
+        lambda: transfer.scatter(weights.given),
+        transfer.exchange,
+        lambda: transfer.reduce(transfer.finish()),
+        transfer.gather,
+        lambda: transfer.collect(transfer.zeros()),
+    )
 
-    def there_and_back() -> None:
-        transfer.scatter(weights.given)
-        transfer.exchange()
-        transfer.reduce(transfer.finish())
-        transfer.gather()
-        transfer.collect(transfer.zeros())
+    def there_and_back() -> float:
+        seconds = 0.0
+        for part in parts:
+            start = clock.mark()
+            part()
+            seconds += clock.seconds(start, clock.mark())
+            time.sleep(pause)
+        return seconds
 
-    seconds = mean_seconds(there_and_back, weights.up.device, group, label)
-    wire = local * number * costs.expert_bytes * 2 / (costs.both_ways or 2 * costs.bandwidth)
-    return max(0.0, seconds - 2 * (wire + 2 * costs.latency)) / (
-        local + number * local
-    )  # experts that a rank sends and holds
+    seconds = statistics.median([there_and_back() for _ in range(TIMES + 1)][1:])
+    return _mean(seconds, clock.device, group, label) / (sent + number * sent)  # experts that a rank sends and holds
 
 
 @torch.no_grad()
 def mean_seconds(act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str) -> float:
     """Seconds of `act`, which all ranks run at once: a median, averaged over the ranks, so equal on all."""
-    mine = torch.tensor([_seconds(act, device)], dtype=torch.float64, device=device)
+    return _mean(_seconds(act, device), device, group, label)
+
+
+def _mean(seconds: float, device: torch.device, group: ProcessGroup, label: str) -> float:
+    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
     return float(all_reduce(mine, group, f"measuring of {label}")) / group_size(group)
 
 

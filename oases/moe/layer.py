@@ -47,10 +47,9 @@ from oases.moe.placement_data import Placement
 from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState, numbered, statistics_of
 from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
-from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
+from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients, total
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
-from oases.parallel.collectives import all_reduce
 
 
 class OverlappedMoE(FailsTogether, nn.Module):
@@ -329,9 +328,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if not self._experts_are_shared:
             return gradients
         label = f"gradients of experts of {self.name}"
-        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group_of(self._tensor_group), label)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        return total(gradients, group_of(self._tensor_group), label)
 
     def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
         """Begin a training pass: update placement and router bias if no pass is open."""

@@ -36,26 +36,16 @@ def all_gather_cut(x: Tensor, cut: Cut, process_group: ProcessGroup | None, labe
     assert process_group is not None
     held = [sum(last - first for first, last in cut.ranges(rank, size)) for rank in range(size)]
     x = x.contiguous()
-    if x.shape[cut.dim] < max(held):
-        filling = x.new_zeros(()).expand(x.narrow(cut.dim, 0, 1).shape)
-        x = torch.cat([x, *[filling] * (max(held) - x.shape[cut.dim])], cut.dim)
+    if missing := max(held) - x.shape[cut.dim]:
+        shape = list(x.shape)
+        shape[cut.dim] = missing
+        x = torch.cat([x, x.new_zeros(shape)], cut.dim)
     parts = x.new_empty((size, *x.shape))
     scheduler = scheduler_of(process_group)
     scheduler.wait(scheduler.all_gather(parts, x, label))
     if cut.dim == 0 and len(cut.segments) == 1 and min(held) == max(held):
         return parts.flatten(0, 1)  # without a copy
     return cut.join([part.narrow(cut.dim, 0, length) for part, length in zip(parts, held, strict=True)])
-
-
-def all_gather_last(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Gather [..., n] to [..., t * n], without a gradient."""
-    return all_gather_cut(x, Cut(-1, (group_size(process_group) * x.shape[-1],)), process_group, label)
-
-
-def part_of_last(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the last dimension, a view."""
-    size = group_size(process_group)
-    return x if size == 1 else x.chunk(size, dim=-1)[group_rank(process_group)]
 
 
 class _Gather(torch.autograd.Function):
@@ -73,14 +63,15 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return part_of_last(x, process_group).contiguous()
+    def forward(ctx: Any, x: Tensor, cut: Cut, process_group: ProcessGroup, label: str) -> Tensor:
+        ctx.cut, ctx.process_group, ctx.label = cut, process_group, label
+        part = cut.take(x, group_rank(process_group), group_size(process_group))
+        return part.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        watch_group(ctx.process_group, "a scattered input")
-        return all_gather_last(grad, ctx.process_group, "scatter backward"), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        watch_group(ctx.process_group, ctx.label)
+        return all_gather_cut(grad, ctx.cut, ctx.process_group, ctx.label), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -105,9 +96,13 @@ def gather(
     return _Gather.apply(x, cut or Cut(-1, (size * x.shape[-1],)), process_group, label)
 
 
-def scatter(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """Differentiable `part_of_last`."""
-    return x if group_size(process_group) == 1 else _Scatter.apply(x, process_group)
+def scatter(
+    x: Tensor, process_group: ProcessGroup | None, cut: Cut | None = None, label: str = "scattered input"
+) -> Tensor:
+    """This rank's shard of `x`, differentiable. cut: even parts of the last dimension unless given."""
+    if group_size(process_group) == 1:
+        return x
+    return _Scatter.apply(x, cut or Cut(-1, (x.shape[-1],)), process_group, label)
 
 
 def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:

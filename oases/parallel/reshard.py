@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.execution.group import ProcessGroup, group_rank, scheduler_of
+from oases.execution.group import ProcessGroup, group_rank
+from oases.parallel.collectives import all_gather_cut
 from oases.parallel.mesh import Mesh
+from oases.parallel.sharding import Cut
 
 
 def reshard(x: Tensor, degree: int, other: int, mesh: Mesh) -> Tensor:
@@ -28,45 +30,32 @@ def reshard(x: Tensor, degree: int, other: int, mesh: Mesh) -> Tensor:
     label = f"reshard tp {degree} to {other}"
     assert group is not None, "different degrees need more than one rank"
     if other > degree:
-        joined: Tensor = _Join.apply(x, group, label)
+        joined: Tensor = _Join.apply(x, Cut(0, (group.size() * x.shape[0],)), group, label)
         return joined
     if x.shape[0] % group.size():
         raise ValueError(f"{x.shape[0]} samples do not divide over {group.size()} replicas of tp {other}")
-    part: Tensor = _Share.apply(x, group, label)
+    part: Tensor = _Share.apply(x, Cut(0, (x.shape[0],)), group, label)
     return part
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
-        ctx.process_group = process_group
-        return _gathered(x, process_group, label)
+    def forward(ctx: Any, x: Tensor, cut: Cut, group: ProcessGroup, label: str) -> Tensor:
+        ctx.cut, ctx.group = cut, group
+        return all_gather_cut(x, cut, group, label)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _part(grad, ctx.process_group) * ctx.process_group.size(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        rank, ranks = group_rank(ctx.group), ctx.group.size()
+        return ctx.cut.take(grad, rank, ranks) * ranks, None, None, None
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
-        ctx.process_group, ctx.label = process_group, f"{label}, backward"
-        return _part(x, process_group).clone()
+    def forward(ctx: Any, x: Tensor, cut: Cut, group: ProcessGroup, label: str) -> Tensor:
+        ctx.cut, ctx.group, ctx.label = cut, group, f"{label}, backward"
+        return cut.take(x, group_rank(group), group.size()).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gathered(grad, ctx.process_group, ctx.label).div_(ctx.process_group.size()), None, None
-
-
-def _gathered(x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
-    """Samples of all ranks of the group in rank order, without a gradient."""
-    x = x.contiguous()
-    whole = x.new_empty((process_group.size() * x.shape[0], *x.shape[1:]))
-    scheduler = scheduler_of(process_group)
-    scheduler.wait(scheduler.all_gather(whole, x, label))
-    return whole
-
-
-def _part(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """This rank's samples, a view."""
-    return x.chunk(process_group.size())[group_rank(process_group)]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return all_gather_cut(grad, ctx.cut, ctx.group, ctx.label).div_(ctx.group.size()), None, None, None

@@ -120,6 +120,10 @@ class ShardedGradientAverager:
         yield
         if not self._ended:
             self.end_pass()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Free the full weights; give each shard the average of its gradients in the passes since the last time."""
         for bucket in self._buckets:
             bucket.unit.free()
             bucket.receive()

@@ -169,14 +169,13 @@ class LayeredModel:
 
     @cached_property
     def heads(self) -> int:
-        """Largest degree that divides what must be sharded."""
+        """Largest degree that divides what must be sharded; where nothing must, what may be."""
         return self._limit
 
     @cached_property
     def _limit(self) -> int:
-        return gcd(
-            *(s.units for kind in self.kinds for b in kind.blocks for s in b.shares if s.units > 1 and not s.optional)
-        )
+        shares = [s for kind in self.kinds for b in kind.blocks for s in b.shares if s.units > 1]
+        return gcd(*(s.units for s in shares if not s.optional)) or gcd(*(s.units for s in shares))
 
     @cached_property
     def num_experts(self) -> int:

@@ -87,6 +87,8 @@ class BlockBench:
             spans, forward, backward = self.step(schedule, self.config.batch)
             if iteration == 0:
                 continue
+            if self.clock.holds:  # in training, a pass takes as long as its host
+                _, forward, backward = self.step(schedule, self.config.batch, hold=False)
             in_ops = [0.0, 0.0]
             for op, start, end in spans:
                 if op.kind != "wait":  # without communication, a wait is the stack's own overhead
@@ -106,20 +108,32 @@ class BlockBench:
         """
         return 1.0 if self.x.device.type != "cpu" else -slowest(-self._own / self._wall)
 
-    def step(self, schedule: Schedule, samples: int) -> tuple[list[tuple[Op, Any, Any]], float, float]:
-        """Run one forward and backward pass; returns the marks of each op, and the seconds of both passes."""
+    def step(
+        self, schedule: Schedule, samples: int, *, hold: bool = True
+    ) -> tuple[list[tuple[Op, Any, Any]], float, float]:
+        """Run one forward and backward pass; returns the marks of each op, and the seconds of both passes.
+
+        hold: hold an accelerator until the host has queued a pass, whose ops then take the time that it needs.
+        """
         self.stack.run_as(schedule)
         self.stack.zero_grad()
         spans: list[tuple[str, Any, Any]] = []
         x = self.x[:samples].clone().requires_grad_()
         dist.barrier()
         wall, own = time.perf_counter(), time.thread_time()
+        forward, backward = (
+            (schedule.name, len(schedule.ops), samples, which) if hold else None for which in ("forward", "backward")
+        )
         marks = [self._mark()]
+        self.clock.hold(forward)
         output: Tensor = self.stack.run(
             x, NullScheduler(allocate_buffers=True), context=Context(spans, self.clock.mark)
         )
+        self.clock.queued(forward)
         marks.append(self._mark())
+        self.clock.hold(backward)
         output.backward(self.grad[:samples])
+        self.clock.queued(backward)
         marks.append(self._mark())
         self.clock.synchronize()
         self._wall += time.perf_counter() - wall

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from statistics import median
@@ -63,6 +63,7 @@ class LayerBench:
             runner.run = partial(self._run, number)
             setattr(runner, "called", partial(self._called, number, runner.called))  # noqa: B010
         self._wall = self._own = 0.0
+        self._held = False
 
     def _checked(self) -> list[list[str]]:
         """Name of each block of each list; of equal costs, the same."""
@@ -90,7 +91,7 @@ class LayerBench:
         for iteration in range(self.iterations + 1):
             for which in range(3):
                 schedules = self._run_as(which, parts)
-                self._step(samples * parts)
+                self._step(samples * parts, hold=True)
                 if iteration:  # the first is a warm-up
                     self._sort(schedules, times)
         names = dict.fromkeys(name for names in self._names for name in names)
@@ -109,6 +110,7 @@ class LayerBench:
         outside: tuple[list[float], list[float]] = ([], [])
         self._run_as(0, sub_batches)
         for iteration in range(self.iterations + 1):
+            spans = self._spans(samples) if self.clock.holds else None
             marks = self._step(samples)
             if not iteration:
                 continue
@@ -118,7 +120,7 @@ class LayerBench:
                 ends[border][0].append(self._seconds(forward[2 * border : 2 * border + 2]))
                 ends[-1 - border][1].append(self._seconds(backward[2 * border : 2 * border + 2]))
             in_ops = [0.0, 0.0]
-            for text, start, end in (span for each in self._passes for span in each.spans):
+            for text, start, end in spans or [span for each in self._passes for span in each.spans]:
                 in_ops[op_of(text).in_backward] += self.clock.seconds(start, end)
             inside = [
                 sum(self._seconds(pair) for pair in pairs)
@@ -178,20 +180,40 @@ class LayerBench:
     def _run(self, number: int, x: Tensor, inputs: Sequence[BlockInputs]) -> Tensor:
         """Run a list of layers without communication, and note when its gradients begin and end to be computed."""
         each, stack = self._passes[number], self._runners[number].stack
+        name = stack.schedule.name, len(stack.schedule.ops)
+        forward, backward = (
+            (number, x.shape, *name, which) if self._held else None for which in ("forward", "backward")
+        )
 
-        def note(name: str, _: Tensor) -> None:
-            setattr(each, name, self._mark())
+        def began(_: Tensor) -> None:
+            each.began = self._mark()
+            self.clock.hold(backward)
 
-        x.register_hook(partial(note, "ended"))
+        def ended(_: Tensor) -> None:
+            self.clock.queued(backward)
+            each.ended = self._mark()
+
+        x.register_hook(ended)
+        self.clock.hold(forward)
         y = stack.run(
             x, NullScheduler(allocate_buffers=True), inputs=inputs, context=Context(each.spans, self.clock.mark)
         )
-        y.register_hook(partial(note, "began"))
+        self.clock.queued(forward)
+        y.register_hook(began)
         each.returned = self._mark()
         return y
 
-    def _step(self, samples: int) -> list[Any]:
-        """One forward and backward pass; marks at its start, between both, and at its end."""
+    def _spans(self, samples: int) -> list[tuple[str, Any, Any]]:
+        """Marks of the ops of a step on a held accelerator."""
+        self._step(samples, hold=True)
+        return [span for each in self._passes for span in each.spans]
+
+    def _step(self, samples: int, *, hold: bool = False) -> list[Any]:
+        """One forward and backward pass; marks at its start, between both, and at its end.
+
+        hold: hold an accelerator until the host has queued a list's pass, whose ops then take the time that it needs.
+        """
+        self._held = hold
         self._model.zero_grad()
         self._passes = [_Pass() for _ in self._runners]
         inputs = {
@@ -231,19 +253,26 @@ class LayerBench:
 def update_seconds(parameters: Sequence[nn.Parameter], clock: Clock, iterations: int) -> float:
     """Seconds per parameter of an update of these by torch's AdamW; they do not change."""
     trained = [each for each in parameters if each.requires_grad]
-    optimizer, times = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0), []
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    for each in trained:
+        each.grad = torch.zeros_like(each)
+    seconds = median_seconds(clock, optimizer.step, iterations)
+    optimizer.zero_grad()
+    return seconds / sum(each.numel() for each in trained)
+
+
+def median_seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:
+    """Median over iterations of what the slowest rank takes."""
+    times = []
     for _ in range(iterations + 1):
-        for each in trained:
-            each.grad = torch.zeros_like(each)
         clock.synchronize()
         dist.barrier()
         start = clock.mark()
-        optimizer.step()
+        work()
         end = clock.mark()
         clock.synchronize()
         times.append(slowest(clock.seconds(start, end)))
-        optimizer.zero_grad()
-    return median(times[1:]) / sum(each.numel() for each in trained)
+    return median(times[1:])
 
 
 def _blocks(model: LayeredModel, layer: int) -> range:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -30,7 +30,6 @@ from oases.profile.memory import StepMemory, formula_units, measure_memory
 from oases.reporting import names_op
 from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
-from oases.train.config import settings
 
 _PEER = "peer "
 """Prefix of a peer's name among the contestants."""
@@ -375,7 +374,7 @@ def summarize(
         forward, backward, step = median_of(times[_PEER + name])
         peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
     return {
-        "config": settings(config) | {"tp": degree},
+        "config": asdict(config) | {"tp": degree},
         "compute_seconds": compute[2],
         "communication_seconds": communication[2],
         "communication_over_compute": communication[2] / compute[2],

@@ -7,10 +7,9 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from oases.plans.shape import CODES
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench
-from oases.profile.layers import LayerBench, update_seconds
+from oases.profile.layers import LayerBench, median_seconds, update_seconds
 from oases.profile.links import (
     LinkBench,
     Probe,
@@ -37,13 +36,11 @@ from oases.profile.links import (
     probes,
     ranks_per_node,
     sizes,
-    slowest,
 )
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge
 from oases.simulator.links import LinkModel, Sample
 from oases.simulator.program import Contention
 from oases.terminal import progress
-from oases.train.config import settings
 
 _PRODUCT = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -74,12 +71,12 @@ def measure_device(config: ProfileConfig) -> Device:
     ranks_here = hosts.count(socket.gethostname())  # they share its memory, whatever nodes they represent
     size = _PRODUCT[config.device]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    flops = 2 * size**3 / _seconds(clock, lambda: a @ b, config.iterations)
+    flops = 2 * size**3 / median_seconds(clock, lambda: a @ b, config.iterations)
     source = torch.zeros(_COPY_BYTES[config.device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.nbytes / _seconds(clock, lambda: target.copy_(source), config.iterations)
+    moved = 2 * source.nbytes / median_seconds(clock, lambda: target.copy_(source), config.iterations)
     small = torch.zeros(1, device=device)
-    launch = _seconds(clock, lambda: [small.add_(1) for _ in range(1000)], config.iterations) / 1000
+    launch = median_seconds(clock, lambda: [small.add_(1) for _ in range(1000)], config.iterations) / 1000
     weights = [torch.nn.Parameter(torch.zeros(size * size, device=device)) for _ in range(2)]
     return Device(
         device_name(config.device), memory_bytes(config.device, ranks_here), {config.dtype: flops}, moved, launch,
@@ -95,20 +92,7 @@ def _packing_rates(clock: Clock, iterations: int) -> dict[str, float]:
     def there_and_back(code: str) -> torch.Tensor:
         return dequantize(quantize(x, code), x.numel(), code)
 
-    return {code: x.nbytes / _seconds(clock, partial(there_and_back, code), iterations) for code in CODES}
-
-
-def _seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:
-    times = []
-    for _ in range(iterations + 1):
-        clock.synchronize()
-        dist.barrier()
-        start = clock.mark()
-        work()
-        end = clock.mark()
-        clock.synchronize()
-        times.append(slowest(clock.seconds(start, end)))
-    return median(times[1:])
+    return {code: x.nbytes / median_seconds(clock, partial(there_and_back, code), iterations) for code in CODES}
 
 
 def layer_bench(config: ProfileConfig, group: ProcessGroup) -> LayerBench:
@@ -171,7 +155,7 @@ def require_same_device(known: Hardware, config: ProfileConfig) -> None:
 
 def run_profile(config: ProfileConfig, around: Surroundings, show_progress: bool) -> Hardware:
     """Measure on the default group. Collective: every rank must call this."""
-    require_agreement(settings(config))
+    require_agreement(asdict(config))
     profile = _Profile(config, around)
     visible = show_progress and dist.get_rank() == 0
     with progress("measuring", profile.num_parts, visible) as advance:

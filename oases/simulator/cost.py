@@ -91,8 +91,9 @@ class StackCosts:
 
     times, sizes: by block, of one sub-batch. collectives: seconds by kind (all_reduce, reduce_scatter, all_gather)
     of one sub-batch, on `link`. exchanges: by block, seconds of an all-to-all of a sub-batch's tokens; () for none. A
-    block whose schedule does not list them waits for two in each F, R and B. overhead: seconds outside the ops,
-    before the forward and before the backward pass.
+    block whose schedule does not list them waits for two in each F, R and B. exchange_link: link that they are sent
+    on, with its contention; None for `link`. overhead: seconds outside the ops, before the forward and before the
+    backward pass.
     """
 
     times: tuple[BlockTimes, ...]
@@ -102,6 +103,7 @@ class StackCosts:
     contention: Contention = field(default_factory=Contention)
     overhead: tuple[float, float] = (0.0, 0.0)
     exchanges: tuple[float, ...] = ()
+    exchange_link: tuple[str, Contention] | None = None
 
     @staticmethod
     def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> StackCosts:
@@ -115,14 +117,22 @@ class StackCosts:
         return StackCosts((times,) * schedule.num_blocks, dict(seconds), exchanges=sent)
 
     def seconds(self, op: Op, schedule: Schedule) -> float:
-        """Seconds of a collective, or of a compute op of one sub-batch with what it waits for."""
-        exchange = self.exchanges[op.block] if self.exchanges else 0.0
+        """Seconds of a collective, or of a compute op of one sub-batch."""
         if op.kind == "all_to_all":
-            return exchange
+            return self.exchanges[op.block] if self.exchanges else 0.0
         if op.kind in STARTS:
             return self.collectives.get(op.kind, 0.0)
-        inside = op.kind in ("F", "R", "B") and (op.block, op.sub_batch) not in schedule.dispatched
-        return self.times[op.block].of(op, schedule) + 2 * exchange * inside
+        return self.times[op.block].of(op, schedule)
+
+    def inside(self, op: Op, schedule: Schedule) -> float:
+        """Seconds of the all-to-alls that an op of one sub-batch waits for, as the schedule does not list them."""
+        listed = op.kind not in ("F", "R", "B") or (op.block, op.sub_batch) in schedule.dispatched
+        return 0.0 if listed or not self.exchanges else 2 * self.exchanges[op.block]
+
+    @property
+    def links(self) -> dict[str, Contention]:
+        """Contention of each link."""
+        return {self.link: self.contention} | dict([self.exchange_link] if self.exchange_link else [])
 
     @cached_property
     def no_bytes(self) -> bool:

@@ -14,6 +14,7 @@ from oases.plans.shape import KINDS, QUANTISED, WIRE_BYTES, AnyKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
+from oases.simulator.program import Contention
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,10 @@ class Hardware:
         scale = (model.num_blocks / 2 if layers is None else layers) / nearest.layers
         return scale * nearest.forward, scale * nearest.backward
 
+    def measured(self, model: LayeredModel, kind: AnyKind, tp: int) -> bool:
+        """Whether this block of a traced model was measured at degree `tp`."""
+        return _shape(model, model.block_name(kind), tp) in self._measured
+
     def has_block(self, model: Model, tp: int) -> bool:
         """Whether block times of this model at degree `tp` are available."""
         if isinstance(model, LayeredModel):
@@ -339,8 +344,12 @@ def stack_costs(
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
     sent = unit if wire == "none" else int(unit * WIRE_BYTES[wire] // model.element_bytes)
+    link = hardware.link_of(tp)
     exchanges: tuple[float, ...] = ()
+    exchange_link: tuple[str, Contention] | None = None
     if isinstance(model, LayeredModel) and model.expert_parallel > 1:
+        other = hardware.link_of(model.expert_parallel)
+        exchange_link = None if other == link else (other, hardware.link(other).contention)
         tokens = [model.routed_bytes(kind, tp, part) * sent / unit for kind in kinds]
         exchanges = tuple(
             hardware.collective_seconds("all_to_all", model.expert_parallel, each) if each else 0.0 for each in tokens
@@ -357,7 +366,6 @@ def stack_costs(
             for kind, each in times.items()
         }
     sizes = {kind: BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in set(kinds)}
-    link = hardware.link_of(tp)
     names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
@@ -367,4 +375,5 @@ def stack_costs(
         contention=hardware.link(link).contention,
         overhead=hardware.pass_overhead(model, tp, samples, schedule.num_sub_batches, len(kinds) / 2),
         exchanges=exchanges,
+        exchange_link=exchange_link,
     )

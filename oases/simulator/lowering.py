@@ -73,7 +73,7 @@ def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Ste
 def program_of(schedule: Schedule, costs: Costs) -> Program:
     """Program of one step of a schedule."""
     ranks = tuple(tuple(step.instruction for step in steps) for steps in lower(schedule, costs))
-    return Program(schedule.name, ranks, {costs.link: costs.contention} if isinstance(costs, StackCosts) else {})
+    return Program(schedule.name, ranks, costs.links if isinstance(costs, StackCosts) else {})
 
 
 def _require(unit: str, blocks: int, schedule: Schedule) -> None:
@@ -106,22 +106,29 @@ def _of_experts(op: Op, schedule: Schedule, costs: ExpertCosts, prefix: str) -> 
 
 def _of_blocks(schedule: Schedule, costs: StackCosts, prefix: str) -> Iterator[Step]:
     held = _Memory(schedule, costs)
+    tokens = costs.exchange_link[0] if costs.exchange_link else costs.link
 
-    def of(op: Op) -> Instruction:
+    def of(op: Op) -> Iterator[Instruction]:
         if op.kind in STARTS:
-            return Start(f"{prefix}{op}", costs.link, costs.seconds(op, schedule))
+            link = tokens if op.kind == "all_to_all" else costs.link
+            yield Start(f"{prefix}{op}", link, costs.seconds(op, schedule))
+            return
         if op.kind == "wait":
-            return Wait(f"{prefix}{schedule.starts[op.carried]}")
+            yield Wait(f"{prefix}{schedule.starts[op.carried]}")
+            return
         times_run = schedule.num_sub_batches if op.block in schedule.joint and op.kind in "FRBW" else 1
+        if sent := costs.inside(op, schedule):
+            name = f"{prefix}all_to_all in {op}"
+            yield from (Start(name, tokens, times_run * sent), Wait(name))
         allocates, frees = (times_run * each for each in held.of(op))
-        return Compute(f"{prefix}{op}", times_run * costs.seconds(op, schedule), allocates, frees)
+        yield Compute(f"{prefix}{op}", times_run * costs.seconds(op, schedule), allocates, frees)
 
     for backward, ops in enumerate((schedule.forward, schedule.backward)):
         if costs.overhead[backward] and ops:
             name = f"{prefix}enter backward" if backward else f"{prefix}enter"
             yield Step(Compute(name, costs.overhead[backward]), None, bool(backward))
         for op in ops:
-            yield Step(of(op), op, bool(backward))
+            yield from (Step(each, op, bool(backward)) for each in of(op))
     handed = schedule.num_sub_batches * costs.bytes_of(0).unit  # the caller holds the gradient of the stack's input
     if schedule.backward and handed:
         yield Step(Compute(f"{prefix}leave", 0.0, 0, handed), None, True)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from oases.train.checkpoint.coordination import SaveError
 from oases.train.checkpoint.retention import WANDB_RUN
 from oases.train.checkpoint.state import state
 from oases.train.checkpoint.writer import CheckpointWriter
-from oases.train.config import settings
 from oases.train.logs import Scalars, StepLog, WandbRun
 from oases.train.metrics import StepReport
 
@@ -75,7 +75,7 @@ class TrainingCallbacks:
         earlier = None if resumed is None else resumed.parent / WANDB_RUN
         if config.resumes_newest and kept is not None and kept.is_file():
             earlier = kept
-        return WandbRun(project, kept, earlier, settings(config))
+        return WandbRun(project, kept, earlier, asdict(config))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

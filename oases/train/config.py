@@ -11,6 +11,7 @@ from typing import Any
 from oases.errors import UsageError, make_folder
 from oases.execution.wire import QUANTISED, WireType, wire_type
 from oases.launch.ranks import restart_count
+from oases.limits import flag_of
 from oases.plans.plan import Plan, read_plan
 from oases.plans.shape import AUTO_LOSSY, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, read_schedule
@@ -212,14 +213,14 @@ class TrainConfig(ExpertOptions):
         for name, size in sizes.items():
             if getattr(self, name) not in (usual[name], size):
                 raise UsageError(
-                    f"{_option(name)} {getattr(self, name)}: --model {path!r} has {size}; leave out {_option(name)}, "
+                    f"{flag_of(name)} {getattr(self, name)}: --model {path!r} has {size}; leave out {flag_of(name)}, "
                     "or change the model's config.json"
                 )
             object.__setattr__(self, name, size)
         remedy = "give the model's own as --tokenizer, or one whose embedding was resized to them as --model"
         require_rows(load_tokenizer(self.tokenizer), found.vocab_size, f"--model {path!r}: its vocabulary of", remedy)
         if self.experts != usual["experts"]:
-            raise UsageError(f"{_option('experts')} is for the built-in GPT; leave it out with --model")
+            raise UsageError(f"{flag_of('experts')} is for the built-in GPT; leave it out with --model")
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
@@ -353,7 +354,7 @@ def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
         if name in given:
             raise UsageError(
                 "the plan sets schedules, recomputation, sequence parallelism, degrees and micro-batches; leave "
-                f"out {_option(name)}"
+                f"out {flag_of(name)}"
             )
     return {**_sizes(plan), "precision": plan.model.dtype, **given}
 
@@ -367,7 +368,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
     for name, size in ({"experts": 0} | _sizes(plan)).items():
         if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
             raise UsageError(
-                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or "
+                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {flag_of(name)}, or "
                 "make a plan for it"
             )
     if plan.model.dtype != config.precision:
@@ -385,12 +386,3 @@ def _sizes(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
     experts = {} if plan.experts is None else asdict(plan.experts)
     return found | {name: value for name, value in experts.items() if name != "expert_schedule"}
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """Fields of a dataclass by name, as plain values."""
-    return asdict(config)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from oases.errors import UsageError
+from oases.limits import flag_of
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
 from oases.moe.placement import Integers, make_placement, owner_only
@@ -97,7 +98,7 @@ class LoadsConfig:
         """Raise UsageError for an invalid option."""
         for name, least in (("hidden", 1), ("expert_hidden", 0), ("expert_memory", -1)):
             if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+                raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(self, name)}")
         assert self.costs
         assert self.names
 

@@ -30,7 +30,7 @@ from oases.train.checkpoint.memory import StateMemory
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import starting_checkpoint
 from oases.train.checkpoint.state import random_streams
-from oases.train.config import WIRE_DTYPES, TrainConfig, settings
+from oases.train.config import WIRE_DTYPES, TrainConfig
 from oases.train.data import Corpus
 from oases.train.failure_notifier import FailureNotifier
 from oases.train.instructions import Instructions
@@ -198,7 +198,7 @@ class Trainer:
             losses=list(self.step_check.recent),
             choices=choices_of(self.model, self.group),
             backend=_backend_of(self.group),
-            config=settings(self.config),
+            config=dataclasses.asdict(self.config),
             plan=json.loads(self.plan.to_json()),
         )
 

@@ -5,6 +5,7 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.extension import OverlapScheduler
 from oases.parallel.fsdp import local
 
 DIMENSIONS = ("pp", "dp", "tp")
@@ -46,6 +47,7 @@ def trained_in_stages(
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     ours = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3)
     pairs = []
+    failed = {name: each.failures for name, each in OverlapScheduler.all().items()}
     for step in range(steps):
         if before is not None:
             before(model, step)
@@ -69,6 +71,8 @@ def trained_in_stages(
         staged = hasattr(model, "eval_step")
         found = model.eval_step(**shares(data, shape, model)) if staged else model(**data).loss
         pairs.append((float(plain(**data).loss), float(found)))
+    for name, each in OverlapScheduler.all().items():
+        assert each.failures == failed.get(name, 0), "a rank reported a failure that did not end its step"
     held = sum(local(parameter).numel() for parameter in model.parameters()) / whole
     runs = [(each.runs, each.schedule, each.layers) for each in model.oases_partition.layers]
     if staged:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from autotp.zoo import batch, build
 import oases
 from oases.parallel.sharding import cuts
 
-peft = pytest.importorskip("peft")
+if find_spec("peft") is None:
+    pytest.skip("peft is not installed", allow_module_level=True)
 
 TARGETS = {"all": "all-linear", "queries and values": ["q_proj", "v_proj"]}
 SOME = ["q_proj", "down_proj"]
@@ -21,6 +23,8 @@ SOME = ["q_proj", "down_proj"]
 
 def adapted(targets, model=None, name="llama", **options):
     """Model with LoRA pairs of which the second, which is zero at first, has values, too."""
+    import peft  # takes seconds
+
     model = build(name) if model is None else model
     torch.manual_seed(2)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS.get(targets, SOME), **options))
@@ -40,6 +44,8 @@ def fill(model, part):
 
 
 def check(targets, folder, after=False):
+    import peft
+
     plain, data = adapted(targets), batch("llama")
     parallel = oases.parallelize(build("llama") if after else adapted(targets))
     if after:
@@ -82,6 +88,8 @@ def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targe
 
 def two_adapters(model=None):
     """Model of which all weights are trained, with two adapters; the second one, of some linears, is inactive."""
+    import peft
+
     model = adapted("some", model)
     torch.manual_seed(3)
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj", "down_proj"]))
@@ -185,6 +193,8 @@ def test_dropout_of_adapters_does_not_depend_on_the_degree(two_ranks):
 
 def check_fused():
     """Queries, keys and values in one matrix, whose shards peft would take for the whole."""
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
     plain, parallel, data = build("gpt2").double(), oases.parallelize(build("gpt2").double()), batch("gpt2")
     for model in (plain, parallel):
@@ -203,6 +213,8 @@ def test_adapters_of_fused_linears_after_parallelize(two_ranks):
 
 def refused(seeds, options):
     """Error of an adapter that is added to a parallelized model."""
+    import peft
+
     model = oases.parallelize(build("llama"))
     torch.manual_seed(dist.get_rank() if seeds else 0)
     return said(lambda: peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"]} | options)))

@@ -19,8 +19,9 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
-from oases.autotp import program, watched_call
+from oases.autotp import program
 from oases.autotp.export import UnsplittableError, export, twin_of, without_data
+from oases.graph.trace import as_run
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -244,7 +245,7 @@ class Recurrent(Block):
 def too_long(most):
     """Difference from the plain model, report, number of traces, error where overlap is required, and warnings."""
     with (
-        mock.patch.object(watched_call, "MOST_CALLS", most),
+        mock.patch.object(as_run, "MOST_CALLS", most),
         mock.patch.object(program, "export", wraps=program.export) as traces,
         warnings.catch_warnings(record=True) as told,
     ):
@@ -275,7 +276,7 @@ def longer_later():
     model = oases.parallelize(made(Plain, Growing), spec=spec())
     model(tokens())
     with (
-        mock.patch.object(watched_call, "MOST_CALLS", 60),
+        mock.patch.object(as_run, "MOST_CALLS", 60),
         mock.patch.object(program, "export", wraps=program.export) as traces,
     ):
         return said(lambda: model(tokens(length=20))), traces.call_count

@@ -34,26 +34,31 @@ def test_two_stages_train_as_one_process(two_ranks, name):
     assert all(0.2 < held < 0.8 for _, held, _ in found)  # each rank has its stage, and tied tables
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
         ("llama", (2, 1, 2), {"recompute": "full", "pipeline": "shifted_critical_path", "micro_batches": 4}),
-        ("gpt2", (2, 2, 1), {"pipeline": "gpipe"}),
-        ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
-        ("qwen3", (1, 2, 2), {}),
-        ("phi", (4, 1, 1), {"micro_batches": 4}),
-        ("phi", (2, 1, 2), {"compile": "aot_eager"}),
-        ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
-        ("llama", (2, 1, 2), {"pipeline": "zb_v", "recompute": "full", "micro_batches": 4}),
-        ("gpt2", (2, 2, 1), {"pipeline": "zb_v"}),
-        ("gpt2", (2, 2, 1), {"pipeline": "zb_v", "fsdp": True}),
-        ("gpt2", (2, 2, 1), {"fsdp": True}),
-        ("t5", (1, 2, 2), {"fsdp": True}),
-        ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),
-        ("llama", (2, 2, 1), {"fsdp": True, "pipeline": "interleaved"}),
-        ("gpt2", (1, 2, 2), {"zero": True}),
-        ("t5", (2, 2, 1), {"zero": True, "pipeline": "zb_h1"}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("gpt2", (2, 2, 1), {"pipeline": "gpipe"}),
+                ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
+                ("qwen3", (1, 2, 2), {}),
+                ("phi", (4, 1, 1), {"micro_batches": 4}),
+                ("phi", (2, 1, 2), {"compile": "aot_eager"}),
+                ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
+                ("llama", (2, 1, 2), {"pipeline": "zb_v", "recompute": "full", "micro_batches": 4}),
+                ("gpt2", (2, 2, 1), {"pipeline": "zb_v"}),
+                ("gpt2", (2, 2, 1), {"pipeline": "zb_v", "fsdp": True}),
+                ("gpt2", (2, 2, 1), {"fsdp": True}),
+                ("t5", (1, 2, 2), {"fsdp": True}),
+                ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),
+                ("llama", (2, 2, 1), {"fsdp": True, "pipeline": "interleaved"}),
+                ("gpt2", (1, 2, 2), {"zero": True}),
+                ("t5", (2, 2, 1), {"zero": True, "pipeline": "zb_h1"}),
+            )
+        ),
     ],
 )
 def test_all_dimensions_train_as_one_process(four_ranks, name, shape, options):
@@ -302,8 +307,6 @@ def wrong(kind):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "cp"))
     elif kind == "no pp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    elif kind == "fsdp without pp":
-        mesh, options = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {"fsdp": True}
     elif kind == "pipeline":
         options = {"pipeline": "1f1b"}
     return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
@@ -321,7 +324,6 @@ def wrong(kind):
         ("parts of one stage", "zb_v needs at least 2 stages, got 1; take one_f_one_b"),
         ("other dimensions", "a mesh with 'pp' may have pp, dp, tp alone"),
         ("no pp", "micro_batches 2 needs a mesh with the dimension 'pp'"),
-        ("fsdp without pp", "a mesh with the dimension 'pp', of size 1 for one stage; or call torch's fully_shard"),
         ("pipeline", "unknown pipeline '1f1b'; known are"),
     ],
 )

@@ -14,7 +14,7 @@ from oases_bench.moe import ABLATION, ExpertsBenchConfig, run_experts_bench, sho
 
 SMALL = ExpertsBenchConfig(
     blocks=2, experts=4, hidden=16, intermediate=32, tokens=24, token_us=1.0, non_expert_ms=0.1, warmup=1,
-    iterations=1,
+    iterations=1, ablation=True,
 )  # fmt: skip
 SKEWED = np.array([[8, 4], [0, 0], [0, 1], [0, 3]])
 

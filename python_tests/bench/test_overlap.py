@@ -37,6 +37,7 @@ def run_with_cache_at(path: Path) -> dict[str, Any]:
     return run_overlap_bench(CONFIG, Ranks(), False)
 
 
+@pytest.mark.long
 def test_auto_is_a_contestant_and_leaves_the_cache_alone(two_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "schedules.json"
     result = two_ranks.run(run_with_cache_at, path)[0]
@@ -64,6 +65,7 @@ def choose() -> tuple[list[str], str]:
     return seen, label(bench.schedules["auto"])
 
 
+@pytest.mark.long
 def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) -> None:
     (seen, first), (_, second) = two_ranks.run(choose)
     assert seen[:4] == CANDIDATES[:2] * 2  # four sub-batches only if two are worth it

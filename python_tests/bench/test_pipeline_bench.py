@@ -50,6 +50,7 @@ def test_bad_values_are_named(changes, message):
         PipelineBenchConfig(**changes).chosen(4)
 
 
+@pytest.mark.long
 def test_the_command_prints_and_writes(ranks_at_hand, tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--micro-batches", "2", "--forward-ms", "1", "--iterations", "1", "--hidden", "4", "--sequence", "4"]

@@ -5,7 +5,9 @@ import os
 from dataclasses import replace
 
 import pytest
+from autotp.comparison import said
 
+from oases.autotp import parallelize
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import configured_model
@@ -13,7 +15,13 @@ from oases.planner import Plan, Segment, Stage
 from oases.simulator.cluster import cluster_called
 from oases_bench.harness import Ranks
 from oases_bench.plans import PlansBenchConfig, run_plans_bench, shown
-from oases_bench.scaled_plans import emulated_hardware, scaled_configuration, scaled_layers, scaled_plan
+from oases_bench.scaled_plans import (
+    emulate_compute,
+    emulated_hardware,
+    scaled_configuration,
+    scaled_layers,
+    scaled_plan,
+)
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 pytest.importorskip("transformers")
@@ -72,6 +80,37 @@ def test_a_scaled_plan_has_the_stages_of_the_large_one():
     assert [each.segments[0].num_blocks for each in found.stages] == [4, 2]
     assert [each.segments[0].recomputed_layers for each in found.stages] == [1, 1]
     assert (found.micro_batches, found.pipeline, found.samples(2), found.global_batch) == (4, "zb_h1", 4, 16)
+
+
+OLMOE = {
+    "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_size": 64, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def blocks_run(data, flops):
+    """Blocks of each layer as it runs, and the error of an emulation by costs of layers with twice as many."""
+    model, layered = (
+        parallelize(configured_model(data, device="cpu")),
+        trace_layers(configured_model(data), sequence=8),
+    )
+    doubled = replace(layered, kinds=tuple(replace(kind, blocks=kind.blocks * 2) for kind in layered.kinds))
+    hardware = emulated_hardware(cluster_called("2x4090")[0], doubled, (2,), flops)
+    (found,) = model.oases_partition.layers
+    return [found.runner.layer_of.count(n) for n in range(2)], said(
+        lambda: emulate_compute(model, doubled, hardware, 2)
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("data", [OLMOE, {**LLAMA, "num_hidden_layers": 2}])
+def test_layers_run_as_the_blocks_that_they_are_planned_as(two_ranks, data):
+    layered = trace_layers(configured_model(data), sequence=8)
+    planned = [len(layered.kinds[kind].blocks) for kind in layered.order]
+    for blocks, other in two_ranks.run(blocks_run, data, 1e10):
+        assert blocks == planned
+        assert f"model.layers.0: it runs as {blocks[0]} blocks and was planned as {2 * blocks[0]}" in other
 
 
 def test_an_emulated_device_has_the_times_of_its_rate():

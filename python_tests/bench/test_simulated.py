@@ -3,19 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from oases import cli
 from oases.errors import UsageError
+from oases.plans.layered import LayeredModel
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.hardware_file import write
 from oases.simulator.links import LinkModel
 from oases.testing import RankPool
 from oases_bench.overlap import OverlapBenchConfig, bench_of, measured
-from oases_bench.overlap_predictions import compare_predictions, require_predictable, write_comparison
+from oases_bench.overlap_predictions import compare_predictions, model_of, require_predictable, write_comparison
+from oases_bench.unedited_layers import of_model
 
 CONFIG = OverlapBenchConfig(
     hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2,sync:int8"
@@ -33,7 +36,7 @@ def run():
     assert group is not None
     bench = bench_of(CONFIG, group)
     (result,) = measured([bench], False)
-    return result, compare_predictions(bench, result, HARDWARE)
+    return result, compare_predictions(bench, result, HARDWARE, model_of(CONFIG))
 
 
 @pytest.mark.long
@@ -62,9 +65,62 @@ def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, 
 
 
 def test_what_cannot_be_predicted() -> None:
-    require_predictable(CONFIG, HARDWARE, 2)
+    require_predictable(model_of(CONFIG), HARDWARE, 2, 4)
     with pytest.raises(UsageError, match=r"'made up' holds no attention block of hidden 64, .* measure it with"):
-        require_predictable(replace(CONFIG, hidden=64), HARDWARE, 2)
+        require_predictable(model_of(replace(CONFIG, hidden=64)), HARDWARE, 2, 4)
+
+
+MIXTRAL = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def mixtral(folder: Path) -> tuple[OverlapBenchConfig, LayeredModel, Hardware]:
+    """Two layers with balanced experts, and a profile that has their blocks."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    given = replace(CONFIG, schedules="sync,oases@2", model=str(path), experts_mode="balanced")
+    config = of_model(given, (), 2)
+    model = config.predicted_model(2)
+    assert isinstance(model, LayeredModel)
+    names = {model.block_name(model.kind_of(block)) for block in range(4)}
+    assert len(names) == 2
+    blocks = tuple(MeasuredBlock(each, 32, model.heads, 8, "float32", 2, 4.0, TIMES) for each in names)
+    return config, model, replace(HARDWARE, blocks=blocks)
+
+
+def run_balanced(config: OverlapBenchConfig, model: LayeredModel, hardware: Hardware) -> Any:
+    """The benchmark's result with predictions."""
+    group = dist.group.WORLD
+    assert group is not None
+    bench = bench_of(config, group)
+    (result,) = measured([bench], False)
+    compare_predictions(bench, result, hardware, model)
+    return result
+
+
+@pytest.mark.long
+def test_balanced_experts_are_predicted_with_their_all_to_alls(two_ranks: RankPool, tmp_path: Path) -> None:
+    config, model, hardware = mixtral(tmp_path)
+    result = two_ranks.run(run_balanced, config, model, hardware)[0]
+    sent, tokens = 4 * 8 * 32 * 4 / 1e6, 4 * 8 * 2 * 32 * 4 / 2 / 2 / 1e6
+    row = result["schedules"]["sync"]
+    assert row["predicted_seconds"] == pytest.approx(4 * 3.0 + 8 * sent + 2 * 4 * tokens), "two of four blocks send"
+    assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
+    assert 4 * 3.0 < result["schedules"]["oases@2"]["predicted_seconds"] < row["predicted_seconds"]
+    assert 0 < result["compute_over_profile"] < 1
+
+
+def test_a_model_that_was_not_profiled_is_refused(tmp_path: Path) -> None:
+    _, model, hardware = mixtral(tmp_path)
+    require_predictable(model, hardware, 2, 4)
+    for wrong in (HARDWARE, replace(hardware, blocks=hardware.blocks[:1])):
+        with pytest.raises(
+            UsageError, match=r"holds no Mixtral.* block, .* hidden 32, .* measure it with oases prof"
+        ):
+            require_predictable(model, wrong, 2, 4)
 
 
 def fails(capsys, *arguments):

@@ -104,8 +104,8 @@ def run(workload, data, stored):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("workload", "stored"), [("lstm", "sparse"), ("dlrm", "dense")])
-def test_every_mode_runs(two_ranks, text, workload, stored):
-    result = two_ranks.run(run, workload, str(text), stored)[0]
+def test_every_mode_runs(two_ranks_of_gloo, text, workload, stored):
+    result = two_ranks_of_gloo.run(run, workload, str(text), stored)[0]
     modes = result["modes"]
     assert set(modes) == {*OURS, *BASELINES}
     for name in ("dense", "packed", "gather", "ddp_sparse"):

@@ -178,7 +178,7 @@ def test_the_command(ranks_at_hand, capfd, tmp_path):
     assert "speed-up over the built-in GPT's of its sizes: sync 1.000, oases" in said
     for more, message in (
         (["--hidden", "64"], "--hidden 64: it is the model's"),
-        (["--simulate", "p.json"], "--simulate p.json knows the built-in GPT alone"),
+        (["--simulate", "p.json"], "'p.json' cannot be read"),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main([*given, *more])

@@ -51,17 +51,18 @@ def started(scheduler, kind, x, code):
 
 def counted(kind, code):
     """Bytes of some collectives that this rank sent: by the sockets, and by the backend's own count."""
-    scheduler = scheduler_of(dist.group.WORLD)
+    group = dist.new_group(backend="gloo")
+    scheduler = scheduler_of(group)
     backend = None
     if code:
-        backend = group_of(add_wire(dist.group.WORLD, code))._get_backend(torch.device("cpu"))
+        backend = group_of(add_wire(group, code))._get_backend(torch.device("cpu"))
     x = torch.randn(PART)
     scheduler.wait(started(scheduler, kind, x, code))  # to connect
-    dist.barrier()
+    dist.barrier(group)
     before, known = sent_by_sockets(), backend.bytes_sent if backend else 0
     for _ in range(TIMES):
         scheduler.wait(started(scheduler, kind, x, code))
-    dist.barrier()
+    dist.barrier(group)
     return sent_by_sockets() - before, (backend.bytes_sent if backend else 0) - known
 
 

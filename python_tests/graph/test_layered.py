@@ -36,7 +36,8 @@ MODELS = {
     "phi": ("PhiForCausalLM", S, (0,) * 4, [1], 4),
     "bert": ("BertForMaskedLM", S, (0,) * 4, [2], 4),
     "vit": ("ViTForImageClassification", {**S, "image_size": 32, "patch_size": 8}, (0,) * 4, [2], 4),
-    "olmoe": ("OlmoeForCausalLM", {**GATED, **EXPERTS}, (0,) * 4, [2], 4),
+    "olmoe": ("OlmoeForCausalLM", {**GATED, **EXPERTS}, (0,) * 4, [1], 4),
+    "olmo2": ("Olmo2ForCausalLM", GATED, (0,) * 4, [1], 160),
     "t5": ("T5ForConditionalGeneration", T5, (0, 1, 1, 2, 3, 3), [2, 2, 3, 3], 4),
     "deepseek": ("DeepseekV3ForCausalLM", DEEPSEEK, (0, 1, 1, 1), [2, 2], 4),
 }  # fmt: skip
@@ -108,8 +109,19 @@ def test_keys_and_experts_may_be_whole():
     llama = model("llama")
     keys = next(s for kinds in llama.kinds for b in kinds.blocks for s in b.shares if s.optional)
     assert (keys.units, keys.parameters, keys.ranks(2), keys.ranks(4)) == (2, 2 * 64 * 32, 2, 1)
-    experts = [s for s in model("olmoe").kinds[0].blocks[1].shares if s.optional]
+    experts = [s for s in model("olmoe").kinds[0].blocks[0].shares if s.optional]
     assert [(each.units, each.parameters) for each in experts] == [(4, 4 * 3 * 64 * 160)]
+
+
+def test_a_pair_with_a_norm_over_all_its_features_is_whole_and_part_of_the_next_block():
+    for name in ("olmoe", "olmo2"):
+        (block,) = model(name).kinds[0].blocks
+        whole = next(s for s in block.shares if s.units == 1)
+        projections = 64 * (64 + 32 + 32 + 64)
+        router, norms = (4 * 64 if name == "olmoe" else 0), 2 * 64 + 64 + 32
+        assert whole.parameters == projections + router + norms
+        assert whole.column + whole.row == 2 * 16 * (projections + router)
+        assert not model(name).token_wise
 
 
 @pytest.mark.parametrize(

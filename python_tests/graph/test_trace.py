@@ -4,6 +4,7 @@ import functools
 import os
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from oases.errors import UsageError
 from oases.graph.part import shards
 from oases.graph.stages import shared_parameters, split
-from oases.graph.trace import trace
+from oases.graph.trace import as_run, trace
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")
@@ -219,6 +220,52 @@ def test_what_cannot_be_traced_is_refused_with_a_remedy():
         trace(gpt2, sequence=33)
     with pytest.raises(UsageError, match="at least 1, got 0"):
         trace(gpt2, batch=0)
+
+
+class Recurrent(nn.Module):
+    """A layer with a loop over tokens, of three calls for each."""
+
+    def forward(self, x):
+        total, rows = 0, []
+        for row in x.unbind(1):
+            total = total * 0.5 + row
+            rows.append(total.tanh())
+        return torch.stack(rows, 1)
+
+
+class Recurrence(nn.Module):
+    """Two such layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Recurrent(), Recurrent()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_with_too_many_calls_is_refused_with_a_remedy():
+    model, x = Recurrence(), torch.randn(2, 12, 4)
+    why = "model Recurrence cannot be traced: its layer layers.0 calls more than 30 functions of torch"
+    with (
+        mock.patch.object(as_run, "MOST_CALLS", 30),
+        pytest.raises(UsageError, match=f"^{why}.* make the loop one op"),
+    ):
+        trace(model, inputs=((x,), {}))
+    assert len(trace(model, inputs=((x[:, :5],), {})).nodes) >= 2 * 3 * 5
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_layers_are_traced_as_they_run():
+    """The form of Qwen3-Next for exporting has a loop over the 64 rows of a triangle, of some ten calls each."""
+    sizes = {**S, "head_dim": 8, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4,
+             "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+             "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+    config = transformers.Qwen3NextConfig(**sizes, layer_types=["linear_attention", "full_attention"])
+    graph = trace(_on("meta", transformers.Qwen3NextForCausalLM, config), sequence=64)
+    assert 50 < sum(node.module.startswith("model.layers.0") for node in graph.nodes) < 300
 
 
 def test_other_products_are_counted():

@@ -49,6 +49,8 @@ def test_swiglu(device, shape, dtype):
         return F.silu(gate) * up
 
     compare(swiglu, definition, drawn(*shape[:-1], 2 * shape[-1], device=device, dtype=dtype))
+    gate, up = (drawn(*shape, device=device, dtype=dtype) for _ in range(2))
+    compare(swiglu, lambda gate, up: F.silu(gate) * up, gate, up)
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -65,6 +67,8 @@ def test_rows_far_apart_and_memory_that_is_not_aligned(device):
     for strange in (apart, shifted):
         torch.testing.assert_close(bias_gelu(strange, bias), bias_gelu(x, bias))
         torch.testing.assert_close(swiglu(strange), swiglu(x))
+        torch.testing.assert_close(swiglu(strange, x), swiglu(x, x))
+        torch.testing.assert_close(swiglu(x, strange), swiglu(x, x))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
@@ -75,6 +79,7 @@ def test_empty(device, shape):
     assert not grads[1].any()
     assert swiglu(x).shape == (*shape[:-1], shape[-1] // 2)
     assert torch.autograd.grad(swiglu(x).sum(), x)[0].shape == shape
+    assert torch.autograd.grad(swiglu(x, x).sum(), x)[0].shape == shape
 
 
 def test_the_same_twice_and_on_any_number_of_threads(device):
@@ -100,6 +105,8 @@ def test_the_same_twice_and_on_any_number_of_threads(device):
         (bias_gelu, (torch.zeros(2, 4).double(),), "bias_gelu: takes float32, float16 and bfloat16, got Double"),
         (bias_gelu, (torch.zeros(()),), "at least 1 dimension, got 0"),
         (swiglu, (torch.zeros(2, 5),), r"last dimension must be even, got the shape \[2, 5\]"),
+        (swiglu, (torch.zeros(2, 4), torch.zeros(2, 2)), r"up must have the shape \[2, 4\], got \[2, 2\]"),
+        (swiglu, (torch.zeros(2, 5), torch.zeros(2, 5).half()), "up is Half but x is Float"),
         (swiglu, (torch.zeros(2, 4, dtype=torch.int32),), "swiglu: takes float32, float16 and bfloat16, got Int"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -118,3 +125,5 @@ def test_opcheck(device):
         torch.library.opcheck(torch.ops.oases.bias_gelu_backward, (x.detach(), x.detach(), given, "none"))
     torch.library.opcheck(torch.ops.oases.swiglu, (x,))
     torch.library.opcheck(torch.ops.oases.swiglu_backward, (x[:, :4].detach().clone(), x.detach()))
+    torch.library.opcheck(torch.ops.oases.swiglu, (x, drawn(4, 8, device=device)))
+    torch.library.opcheck(torch.ops.oases.swiglu_backward, tuple(x.detach().clone() for _ in range(3)))

@@ -33,6 +33,13 @@ LEFT_OUT = (
 need; the largest cases, in every type and kind: their plans are those of the others.
 """
 
+SOME = (
+    "one_result_unused or rows_far_apart or far_from_zero or (swiglu and 520) or (pack_and_unpack and 31 and 1000) "
+    "or (gradients and rows and 100) or views_with_strides or tables_add_up or hidden_by_the_median "
+    "or codes_and or a_sum_is_that"
+)
+"""A few cases of each kernel, which launch all of them."""
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fibers and shared memory lie as on Linux")
 
 
@@ -64,12 +71,13 @@ def run_with(library, program, *arguments, **environment):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_kernels_agree_with_their_cpu_twins(library, tmp_path):
+@pytest.mark.parametrize("cases", [SOME, pytest.param(LEFT_OUT, marks=pytest.mark.long)], ids=["some", "all"])
+def test_kernels_agree_with_their_cpu_twins(library, tmp_path, cases):
     # The outer run's options, such as -n, are not for this one.
     files = [f"python_tests/kernels/test_{name}.py" for name in KERNELS]
     done = run_with(
         library, "import pytest; sys.exit(pytest.main(sys.argv[1:]))", "-q", "-x", "-p", "no:cacheprovider",
-        "-m", "not gpu and not slow", "-k", LEFT_OUT, *files,
+        "-m", "not gpu and not slow", "-k", cases, *files,
         OASES_EMULATED_CALLS=str(tmp_path / "calls"), PYTEST_ADDOPTS="",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

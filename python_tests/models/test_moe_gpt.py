@@ -72,7 +72,7 @@ def test_two_replicas_have_the_gradients_of_one_process(two_ranks, alone, placem
         assert results[0][3] > 0
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_four_ranks_have_them_too(four_ranks, alone, tensor):
     check(four_ranks.run(gradients_of, tensor, "prophet", False), alone, tensor)
 

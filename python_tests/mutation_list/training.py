@@ -309,8 +309,8 @@ TRAINING = (
     Mutation(
         "simulator_ignores_queue_of_link",
         "oases/simulator/lowering.py",
-        'Start(f"{prefix}{op}", costs.link, costs.seconds(op, schedule))',
-        'Start(f"{prefix}{op}", f"{costs.link} {op}", costs.seconds(op, schedule))',
+        'Start(f"{prefix}{op}", link, costs.seconds(op, schedule))',
+        'Start(f"{prefix}{op}", f"{link} {op}", costs.seconds(op, schedule))',
         ("simulator/test_simulate.py",),
         "Collectives of one link run side by side.",
     ),

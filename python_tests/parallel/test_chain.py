@@ -105,7 +105,9 @@ def test_chains_equal_one_stack(four_ranks):
         four_ranks.run(check_chain, segments, 0.0)
 
 
-def test_masks_are_those_of_one_stack(four_ranks):
+@pytest.mark.parametrize(
+    "segments", [*(pytest.param(each, marks=pytest.mark.long) for each in CHAINS[:2]), CHAINS[2]]
+)
+def test_masks_are_those_of_one_stack(four_ranks, segments):
     """Replicas drop what the model that nobody cut drops, and segments not what the first one does."""
-    for segments in CHAINS:
-        four_ranks.run(check_chain, segments, 0.3)
+    four_ranks.run(check_chain, segments, 0.3)

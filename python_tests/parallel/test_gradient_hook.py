@@ -126,6 +126,7 @@ def losses(data, changes):
     return found, saved
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sharding", [{}, {"zero": True}, {"fsdp": True}])
 def test_training(two_ranks, tmp_path, sharding):

@@ -1,4 +1,4 @@
-"""Column and row layers against nn.Linear on two gloo ranks: outputs, all gradients, shapes, dtypes."""
+"""Column and row layers against nn.Linear on two ranks: outputs, all gradients, shapes, dtypes."""
 
 import copy
 

@@ -303,7 +303,7 @@ def with_other_wires_of_sharded_gradients():
 
 def with_other_types_of_experts():
     dtype = torch.float32 if is_first() else torch.float64
-    layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type", dtype=dtype)
+    layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type").to(dtype)
     layer(torch.ones(6, WIDTH, dtype=dtype))
 
 

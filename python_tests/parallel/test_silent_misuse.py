@@ -175,7 +175,7 @@ def with_inputs_of_other_shapes_of_linears():
 
 def with_inputs_of_other_types_of_linears():
     dtype = torch.float32 if is_first() else torch.float64
-    OverlappedRowLinear(8, 40, dtype=dtype)(torch.ones(4, 4, dtype=dtype))
+    OverlappedRowLinear(8, 40).to(dtype)(torch.ones(4, 4, dtype=dtype))
 
 
 def with_inputs_of_other_shapes_of_an_embedding():

@@ -21,8 +21,8 @@ from oases.simulator import simulate
 from oases.testbed import Backend
 from oases_bench.timed_block import BlockSeconds, TimedBlock
 
-BLOCKS, LINK = 4, 0.002
-COMPUTE = {"F": 0.004, "R": 0.004, "B": 0.004, "W": 0.004}
+BLOCKS, LINK = 4, 0.001
+COMPUTE = {"F": 0.002, "R": 0.002, "B": 0.002, "W": 0.002}
 CASES = [(name, recompute) for name in GENERATORS for recompute in ("none", "full")]
 ATTEMPTS = 2
 

@@ -188,14 +188,16 @@ def test_experts_over_more_ranks_take_less_memory_and_all_to_alls():
 
 def test_tokens_stay_inside_a_node_where_the_experts_do():
     hardware, _ = cluster_called("2x8x3090")
-    schedule = generate("oases", 2, 2)
+    schedule = generate("oases", 1, 2)
     for degree, link, sharing in ((8, hardware.node, 1), (16, hardware.cluster, 1)):
         spread = many_experts().with_expert_parallel(degree)
         kinds = spread.layer_kinds[0]
         costs = stack_costs(hardware, spread, kinds, 2, 4, schedule)
-        sent = spread.routed_bytes(kinds[1], 2, 2)
-        assert costs.exchanges == (0.0, link.seconds("all_to_all", degree, sent, sharing))
-        assert costs.exchanges[1] > 0
+        sent = spread.routed_bytes(kinds[0], 2, 2)
+        assert costs.exchanges == (link.seconds("all_to_all", degree, sent, sharing),)
+        assert costs.exchanges[0] > 0
+        assert costs.link == "node"
+        assert costs.exchange_link == (("cluster", link.contention) if degree == 16 else None)
 
 
 @pytest.mark.long

@@ -2,10 +2,11 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
-from oases.schedule import generate, generate_pipeline
+from oases.schedule import exchanging, generate, generate_pipeline
 from oases.simulator import simulate
 from oases.simulator.cost import BlockTimes, StackCosts
 from oases.simulator.program import Contention
@@ -102,3 +103,44 @@ def test_parts_on_the_way_back_send_the_other_way():
 def test_messages_lengthen_the_way_through_the_pipeline():
     timeline = simulate(generate_pipeline("gpipe", 3, 1, recompute=False), {"F": 1.0, "B": 2.0, "send": 0.5})
     assert timeline.total_seconds == pytest.approx(3 * 3 + 4 * 0.5)
+
+
+def test_all_to_alls_of_another_link_do_not_queue_behind_sums():
+    schedule = exchanging(generate("oases", 2, 2), (1,))
+    times = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+    one = StackCosts((times, times), {"all_reduce": 2.0}, link="node", exchanges=(0.0, 2.0))
+    slow = Contention(link=1.5)
+    shared, apart = (
+        simulate(schedule, costs) for costs in (one, replace(one, exchange_link=("cluster", Contention())))
+    )
+    lanes = {(span.lane, "all_to_all" in span.name) for span in apart.spans if span.lane != "compute"}
+    assert lanes == {("node", False), ("cluster", True)}
+    assert {lane for _, lane in shared.lanes} == {"compute", "node"}
+    assert apart.total_seconds < shared.total_seconds
+    slowed = simulate(schedule, replace(one, exchange_link=("cluster", slow)))
+    assert slowed.total_seconds > apart.total_seconds
+
+
+@pytest.mark.parametrize("sub_batches", [1, 2])
+def test_a_recomputed_block_sends_its_tokens_again(sub_batches):
+    """Two all-to-alls forward, two backward, and two where the forward pass runs again: waited for inside."""
+    for recompute, sent in (("none", 4), ("full", 6)):
+        schedule = exchanging(generate("oases", 4, sub_batches, recompute), (1, 3))
+        nothing = BlockTimes(*[0.0] * 8)
+        costs = StackCosts((nothing,) * 4, {}, exchanges=(0.0, 1.0, 0.0, 1.0))
+        assert bool(schedule.dispatched) == (recompute == "none")
+        assert simulate(schedule, costs).total_seconds == pytest.approx(2 * sent * sub_batches)
+
+
+def test_all_to_alls_inside_of_a_layer_queue_on_the_link():
+    """In turns with sums that are under way, which a recomputed layer of another sub-batch waits for."""
+    schedule = generate("oases", 2, 2, "full")
+    nothing = BlockTimes(*[0.0] * 8)
+    costs = StackCosts((nothing,) * 2, {"all_reduce": 3.0}, exchanges=(0.0, 1.0))
+    timeline = simulate(schedule, costs)
+    sums = sum(op.kind == "all_reduce" for op in schedule)
+    assert timeline.total_seconds == pytest.approx(3 * sums + 2 * 6)
+    assert timeline.exposed(0) == pytest.approx(timeline.total_seconds)
+    sent = [span for span in timeline.spans if span.kind == "all-to-all"]
+    assert len(sent) == 3 * 2
+    assert {span.seconds for span in sent} == {2.0}

@@ -13,6 +13,11 @@ import oases
 from oases.sparse import hook
 
 
+@pytest.fixture
+def two_ranks(two_ranks_of_gloo):
+    return two_ranks_of_gloo
+
+
 class Tables(nn.Module):
     """Two tables of which a step uses few rows, and layers between them."""
 

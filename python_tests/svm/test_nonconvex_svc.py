@@ -38,6 +38,7 @@ def test_scikit_learn_excuses_nothing_of_cross_validation():
         check_estimator(NonconvexSVCCV(n_lambdas=2, cv=2))
 
 
+@pytest.mark.long
 def test_it_needs_no_torch():
     code = (
         "import sys\n"
@@ -72,6 +73,7 @@ def test_known_optima_of_breast_cancer(name, reached):
     assert violation(model, x, y) <= 1e-7
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("n", "d", "lam"), [(60, 300, 0.05), (300, 20, 0.01), (40, 40, 0.0), (80, 10, 0.2)])
 @pytest.mark.parametrize("fit_intercept", [True, False])

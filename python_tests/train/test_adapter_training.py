@@ -1,6 +1,7 @@
 """Runs that train LoRA adapters of given weights: equal for all degrees, saved, resumed, and exported for peft."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from oases import TrainConfig, Trainer, UsageError
 from oases.train.checkpoint.files import export
 from oases.train.model_options import Degrees
 
-peft = pytest.importorskip("peft")
+if find_spec("peft") is None:
+    pytest.skip("peft is not installed", allow_module_level=True)
 transformers = pytest.importorskip("transformers")
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
@@ -42,6 +44,8 @@ def trained(model, degrees, changes):
 
 def reference(model, corpus):
     """Losses and the last gradient norm of peft's own model, with the optimizer's steps written out."""
+    import peft  # takes seconds
+
     config = config_of(model, data=corpus, degrees=Degrees(1, 1, 1))
     trainer = Trainer(config)
     plain = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(model), config.lora)
@@ -79,6 +83,8 @@ def test_all_degrees_train_adapters_alike(two_ranks, llama, corpus):
 
 @pytest.mark.slow
 def test_adapters_are_resumed_and_exported(two_ranks, llama, corpus, tmp_path):
+    import peft  # takes seconds
+
     unbroken = trained(llama, (1, 1, 1), {"data": corpus, "steps": 6, "precision": "bfloat16"})[0]
     folder, out = str(tmp_path / "run"), tmp_path / "adapter"
     saved = {"data": corpus, "steps": 6, "checkpoint": folder, "checkpoint_every": 2, "precision": "bfloat16"}

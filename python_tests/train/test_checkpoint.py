@@ -159,6 +159,7 @@ def harm(file, how):
     file.write_bytes(content)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_broken_newest_is_skipped_and_named(corpus, alone, saved, tmp_path, name, how):
@@ -289,6 +290,7 @@ def fails_on_rank(victim, corpus, folder, save_error):
             return str(error), names(folder)
 
 
+@pytest.mark.long
 def test_a_full_disk_on_one_rank_loses_nothing(two_ranks, corpus, tmp_path):
     folder = str(tmp_path / "warn")
     for failed, left in two_ranks.run(fails_on_rank, 1, corpus, folder, "warn"):

@@ -184,7 +184,7 @@ def timed_stage(pipeline_name):
     return parts.bubble, busy, step, timeline.bubble(rank), timeline.total_seconds
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("name", [pytest.param("one_f_one_b", marks=pytest.mark.long), "zb_h1"])
 def test_bubbles_are_near_the_simulators(four_ranks, name):
     told = four_ranks.run(timed_stage, name)
     for bubble, busy, step, predicted, total in told:

@@ -152,6 +152,7 @@ def resumed_twice(corpus, folder, options):
     return losses[4:], again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"zero": True}], ids=str)
 def test_memory_of_a_run_that_was_resumed_from_a_checkpoint(two_ranks, corpus, tmp_path, options):
     changes = {"degrees": {"data": 2, "tensor": 1}, "checkpoint_every": 2, **options}

@@ -64,6 +64,7 @@ def unbroken(two_ranks, corpus):
     return two_ranks.run(losses_of_all, corpus)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kinds", [("checkpoint",), pytest.param(("step", "checkpoint", "start"), marks=pytest.mark.slow)]
 )
@@ -209,6 +210,7 @@ def with_a_bad_gradient(corpus, policy, value):
     return said, trainer.steps_done, trainer.updates, trainer.step_check.skipped, losses, finite
 
 
+@pytest.mark.long
 def test_a_bad_gradient_on_one_rank_is_dealt_with_by_all(two_ranks, corpus, alone):
     stopped = two_ranks.run(with_a_bad_gradient, corpus, "stop", float("nan"))
     assert stopped[0] == stopped[1]

@@ -37,7 +37,7 @@ def alone(corpus):
     return losses(CONFIG, data=corpus)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "oases", "auto"])
+@pytest.mark.parametrize("schedule", [pytest.param("sync", marks=pytest.mark.long), "oases", "auto"])
 def test_two_ranks_train_like_one(two_ranks, corpus, alone, schedule):
     for curve, validation, collectives in two_ranks.run(losses_of, corpus, schedule):
         assert curve == pytest.approx(alone[0], rel=1e-4)

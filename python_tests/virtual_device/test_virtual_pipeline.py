@@ -16,7 +16,10 @@ from oases.schedule.pipeline import generate_pipeline
 STAGES, MICRO_BATCHES, WIDTH = 3, 4, 8
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "pre_recompute"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("gpipe", "one_f_one_b")), "zb_h1", "pre_recompute"],
+)
 def test_three_stages_go_through_and_are_one_model(three_virtual, name):
     check_run(three_virtual, name, 2)
 

@@ -129,11 +129,12 @@ def scatter(each, rank, place, group):
 
 
 def all_to_all(each, rank, place, group):
-    """Equal parts, then parts that grow with the ranks: none from the first one to itself."""
+    """Equal parts, parts that grow with the ranks, and parts that some pairs alone have, of many pieces."""
     size, found, wanted = len(each), [], []
-    least = each[0].numel() // size**2
+    least, most = each[0].numel() // size**2, each[0].numel()
     equal, growing = [[least] * size] * size, [[least * (to + at) // 2 for to in range(size)] for at in range(size)]
-    for parts in (equal, growing):
+    forth = [[most * (to == (at + 1) % size) for to in range(size)] for at in range(size)]
+    for parts in (equal, growing, forth):
         sent, received = parts[rank], [other[rank] for other in parts]
         whole = torch.empty(sum(received), dtype=each[0].dtype, device=place)
         dist.all_to_all_single(whole, each[rank][: sum(sent)].to(place), received, sent, group)
@@ -175,6 +176,8 @@ def delayed(seeds):
         works = [dist.all_reduce(x, group=group, async_op=True)]
         whole = torch.empty(size * x.numel(), device=place)
         works.append(dist.all_gather_into_tensor(whole, each[rank].to(place), group, async_op=True))
+        parts = torch.empty_like(whole)
+        works.append(dist.all_to_all_single(parts, torch.cat(each).to(place), group=group, async_op=True))
         part = torch.empty_like(x)
         works.append(dist.reduce_scatter_tensor(part, torch.cat(each).to(place).mul(2), group=group, async_op=True))
         torch.full_like(x, 7.0)  # takes memory that was let go
@@ -183,6 +186,7 @@ def delayed(seeds):
         same = [
             torch.equal(x.cpu(), in_order([2 * y for y in each])),
             torch.equal(whole.cpu(), torch.cat(each)),
+            torch.equal(parts.cpu(), torch.cat([each[rank]] * size)),
             torch.equal(part.cpu(), in_order([2 * each[rank]] * size)),
         ]
         wrong += [] if all(same) else [seed]
@@ -190,7 +194,13 @@ def delayed(seeds):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "sequence_parallel"), [("sync", False), ("oases", False), ("cross_pass", False), ("oases", True)]
+    ("schedule", "sequence_parallel"),
+    [
+        pytest.param("sync", False, marks=pytest.mark.long),
+        ("oases", False),
+        pytest.param("cross_pass", False, marks=pytest.mark.long),
+        ("oases", True),
+    ],
 )
 def test_gradients_of_a_stack_are_those_of_the_cpu(two_virtual, schedule, sequence_parallel):
     two_virtual.run(compare_a_stack, {"schedule": schedule, "sequence_parallel": sequence_parallel}, 3)
@@ -217,7 +227,7 @@ def runs_ahead():
     """Times that the host has waited for the device while it queued collectives that a rank has not come to."""
     module, place = device.take()
     group, store = device.staged_group(), dist.distributed_c10d._get_default_store()
-    x = torch.ones(5, device=place)
+    x, y, z = torch.ones(5, device=place), torch.ones(4, device=place), torch.zeros(4, device=place)
     dist.all_reduce(x, group=group)  # makes the streams
     torch.accelerator.synchronize()
     if dist.get_rank() == 1:
@@ -225,6 +235,7 @@ def runs_ahead():
     before = module.counts()["host_waits"]
     for _ in range(20):
         dist.all_reduce(x, group=group)
+        dist.all_to_all_single(z, y, group=group)
     work = dist.all_reduce(x, group=group, async_op=True)
     waits = module.counts()["host_waits"] - before
     if dist.get_rank() == 0:
@@ -235,6 +246,7 @@ def runs_ahead():
     assert work.is_success()
     (found,) = dist.all_reduce(x, group=group, async_op=True).get_future().wait()
     assert found.tolist() == [2.0**23] * 5
+    assert z.tolist() == [1.0] * 4
     return waits
 
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases.execution.failure import FailedRankError, Failure, monitor_of
+from oases.execution.failure import error_of as raised_by_all
+from oases.execution.group import scheduler_of
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.testing import RankPool
@@ -71,9 +74,38 @@ def sends_other_parts():
     _, place = device.take()
     group, rank = device.staged_group(), dist.get_rank()
     x, whole = torch.ones(4, device=place), torch.empty(4 + rank, device=place)
-    with pytest.raises(dist.DistBackendError) as caught:
-        dist.all_to_all_single(whole, x, [2 + rank, 2], [2, 2], group)
-    return str(caught.value).splitlines()[0]
+    return error_of(lambda: dist.all_to_all_single(whole, x, [2 + rank, 2], [2, 2], group, async_op=True))
+
+
+def test_a_group_outlives_a_rank_that_fails_instead_of_calling_an_all_to_all(two_virtual):
+    found = two_virtual.run(fails_instead)
+    assert all("rank 1 failed at rows" in said and "aborted" not in said for said, _ in found)
+    assert [total for _, total in found] == [2.0] * 2
+
+
+def fails_instead():
+    """Error of an all-to-all that rank 1 fails to call when rank 0 has called it, and a sum that follows."""
+    _, place = device.take()
+    group, store, rank = device.staged_group(), dist.distributed_c10d._get_default_store(), dist.get_rank()
+    scheduler = scheduler_of(group)
+    monitor = monitor_of(group, scheduler, place)
+    x, total = torch.ones(4, device=place), torch.ones(1, device=place)
+    scheduler.wait(scheduler.all_reduce(x))
+    if rank == 1:
+        store.wait(["staged has called an all-to-all"])
+        failure = Failure(1, "rows", "ValueError: no rows", "", False)
+        said = str(raised_by_all(failure, monitor.fail(failure), 2))
+        store.set("staged has settled it", "1")
+    else:
+        ticket = scheduler.all_to_all(torch.empty(6, device=place), x, [1, 3], [1, 5])
+        store.set("staged has called an all-to-all", "1")
+        store.wait(["staged has settled it"])
+        with pytest.raises(FailedRankError) as caught:
+            monitor.check()
+        said = str(caught.value)
+        assert ticket.record.collective == "all_to_all"
+    scheduler.wait(scheduler.all_reduce(total))
+    return said, total.item()
 
 
 def test_messages_of_other_sizes_are_errors_at_both_ends(two_virtual):
@@ -190,22 +222,27 @@ def waits_in_vain():
     return str(caught.value).splitlines()[0], finite
 
 
-def adds_for_ever(rank, size, port, connection):
-    """All-reduces of a device until one fails. Sends a first message, then the error and whether a sum is wrong."""
+def moves_for_ever(rank, size, collective, port, connection):
+    """Collectives of a device until one fails. Send a first message, then the error and whether a result is wrong."""
     fork_server.release_signals()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, timeout=device.TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=device.TIMEOUT)
     _, place = device.take()
     group = device.staged_group()
-    x = torch.ones(2 << 20, device=place)  # four pieces
+    x = torch.ones(size << 20, device=place)  # of several pieces
+    sent = torch.empty_like(x)
     dist.all_reduce(x, group=group)
     torch.accelerator.synchronize()
     connection.send(os.getpid())
     for number in itertools.count(1):
-        x.fill_(number)
+        result = number * (size if collective == "all_reduce" else 1)
+        x.fill_(number), sent.fill_(number)
         try:
-            work = dist.all_reduce(x, group=group, async_op=True)
+            if collective == "all_reduce":
+                work = dist.all_reduce(x, group=group, async_op=True)
+            else:
+                work = dist.all_to_all_single(x.fill_(0), sent, group=group, async_op=True)
         except dist.DistBackendError as error:  # another rank has told before
             said, passed_off = error, False
             break
@@ -213,19 +250,20 @@ def adds_for_ever(rank, size, port, connection):
         if not work.is_success():
             with pytest.raises(dist.DistBackendError) as caught:
                 work.wait()
-            said, passed_off = caught.value, (x.isfinite() & (x != number * size)).any().item()
+            said, passed_off = caught.value, (x.isfinite() & (x != result)).any().item()
             break
     connection.send((str(said).splitlines()[0], passed_off))
     connection.recv()
 
 
 @pytest.mark.long
-def test_a_killed_rank_ends_the_waits_of_the_others(virtual_device):
+@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
+def test_a_killed_rank_ends_the_waits_of_the_others(virtual_device, collective):
     context, store, size, victim = fork_server.context(), loopback_store(), 3, 1
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        arguments = (fork_server.Launcher(), adds_for_ever, rank, size, store.port, theirs)
+        arguments = (fork_server.Launcher(), moves_for_ever, rank, size, collective, store.port, theirs)
         processes.append(context.Process(target=fork_server.as_started_by, args=arguments, daemon=True))
         processes[-1].start()
         ends.append(ours)
@@ -237,8 +275,8 @@ def test_a_killed_rank_ends_the_waits_of_the_others(virtual_device):
         for rank in (0, 2):
             assert ends[rank].poll(60), f"rank {rank} hangs"
             said, passed_off = ends[rank].recv()
-            assert said == f"all_reduce: rank {victim} (process {processes[victim].pid}) has ended"
-            assert not passed_off, "finite numbers that are no sum"
+            assert said == f"{collective}: rank {victim} (process {processes[victim].pid}) has ended"
+            assert not passed_off, "finite numbers that are no result"
     finally:
         for process in processes:
             process.kill()

@@ -78,20 +78,14 @@ def pipeline_options(
     zero: bool,
     dtype: torch.dtype | None,
 ) -> PipelineOptions | None:
-    """Options for a mesh with the dimension "pp", or a plan of stages, micro-batches, replicas or FSDP; None without.
+    """Options for a mesh with "pp", for fsdp, or for a plan of stages, micro-batches, replicas or FSDP; None without.
 
     The replicas of a DeviceMesh without "pp", and of a process group, are not this function's: the model averages its
     gradients over "dp" in each backward pass, the user over what lies outside of a group.
 
     Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
     """
-    if zero and fsdp:
-        raise UsageError("fsdp includes zero; leave out zero")
-    wrong = (
-        [] if plan is None else [n for n, given in (("zero", zero), ("fsdp", fsdp)) if given and not getattr(plan, n)]
-    )
-    if wrong:
-        raise UsageError(f"plan: it has no {wrong[0]}; leave {wrong[0]} out, or plan for it")
+    _require_one_kind(plan, fsdp=fsdp, zero=zero)
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     if plan is not None and (_is_staged(plan, mesh, names) or micro_batches is not None):
         if micro_batches not in (None, plan.micro_batches):
@@ -108,24 +102,30 @@ def pipeline_options(
                 f"micro_batches {micro_batches} needs a mesh with the dimension 'pp'; without it accumulate "
                 "gradients in your loop"
             )
-        if fsdp:
-            raise UsageError(
-                "fsdp needs train_step(), and so a mesh with the dimension 'pp', of size 1 for one stage; or call "
-                "torch's fully_shard"
-            )
-        return None
+        if not fsdp:
+            return None
+        if "dp" not in names:
+            raise UsageError("fsdp shards over a mesh's dimension 'dp', and there is none; give such a mesh")
+    what = "a mesh with 'pp'" if "pp" in names else "a mesh for fsdp"
     if not set(names) <= set(DIMENSIONS):
-        raise UsageError(f"mesh has the dimensions {names}; a mesh with 'pp' may have {', '.join(DIMENSIONS)} alone")
+        raise UsageError(f"mesh has the dimensions {names}; {what} may have {', '.join(DIMENSIONS)} alone")
     sizes = {name: mesh.size(names.index(name)) for name in names}
-    stages, degree = sizes["pp"], sizes.get("tp", 1)
-    many = 2 * stages if micro_batches is None else micro_batches
+    stages, degree = sizes.get("pp", 1), sizes.get("tp", 1)
+    many = (2 * stages if "pp" in names else 1) if micro_batches is None else micro_batches
     schedule = resolve_pipeline(pipeline, stages, many, recompute not in ("none", 0))
     if mesh.size() != dist.get_world_size():
-        raise UsageError(
-            f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; a mesh with 'pp' takes all of them"
-        )
+        raise UsageError(f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; {what} takes all of them")
     made = Mesh.of_stages([[degree]] * stages, order=_order(mesh, names), fsdp=fsdp or zero)
     return PipelineOptions(made, degree, schedule, fsdp=fsdp, zero=zero, dtype=dtype)
+
+
+def _require_one_kind(plan: Plan | None, *, fsdp: bool, zero: bool) -> None:
+    """Raise UsageError for both kinds of sharding, and for one that a plan does not have."""
+    if zero and fsdp:
+        raise UsageError("fsdp includes zero; leave out zero")
+    for name, given in (("zero", zero), ("fsdp", fsdp)):
+        if given and plan is not None and not getattr(plan, name):
+            raise UsageError(f"plan: it has no {name}; leave {name} out, or plan for it")
 
 
 def planned_dtype(plan: Plan | None, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -9,17 +9,19 @@ bfloat16 are gathered in it from float32 shards, which the optimizer updates: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oases.autotp.block import GraphBlock
 from oases.autotp.program import mangled
 from oases.autotp.runner import Runner
 from oases.errors import UsageError
 from oases.execution.group import group_of, group_size
+from oases.execution.propagation import differentiable
 from oases.parallel.expert_groups import ExpertGroups, groups_of_experts
 from oases.parallel.fsdp import BlockUnit, FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
 from oases.parallel.mesh import Mesh
@@ -161,7 +163,6 @@ def shard_weights(
         outer = _outer_weights(model, inside, read_beside, mesh, degree, dtype=dtype, keep=keep)
     if outer is not None:
         units.insert(0, outer)
-    model.register_forward_pre_hook(_require_step(outer))
     return ShardedGradientAverager(units, gradient_wire), outer, units
 
 
@@ -170,7 +171,9 @@ def _place(layer: nn.Module, name: str) -> Place:
     return layer.get_submodule(path), last, mangled(name)
 
 
-def _require_step(outer: HeldUnit | None) -> Any:
+def require_steps(model: nn.Module, outer: HeldUnit | None) -> None:
+    """Have a model of several stages raise RuntimeError where it is called outside of its steps."""
+
     def check(module: nn.Module, args: Any) -> None:
         if outer is not None and not outer.is_whole:
             raise RuntimeError(
@@ -178,4 +181,72 @@ def _require_step(outer: HeldUnit | None) -> Any:
                 "sharded (fsdp or zero); call model.train_step(**batch) on all ranks"
             )
 
-    return check
+    model.register_forward_pre_hook(check)
+
+
+class CallsOfShards:
+    """Forward and backward passes of a model of one stage with sharded weights, in a loop of the user's own.
+
+    Weights outside of stacks are gathered in the forward pass and, until its gradients are there, in the backward
+    pass, at whose end each shard has the average of its gradients over the replicas, but in `model.no_sync()`, as in
+    DDP. average, outer, units: as of `shard_weights`.
+    """
+
+    def __init__(
+        self, model: nn.Module, average: ShardedGradientAverager, outer: HeldUnit | None, units: Sequence[FsdpUnit]
+    ) -> None:
+        self._average, self._outer, self._units = average, outer, units
+        self.steps = False
+        """Whether calls are those of a step that gathers, averages and frees by itself."""
+        self._sync = True
+        self._task = -1
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+        object.__setattr__(model, "no_sync", self._no_sync)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self.steps:
+            return
+        if self._task != -1:  # of a backward pass that an exception has ended
+            self._average.forget()
+            self._task = -1
+        if self._outer is not None:
+            self._outer.gather()
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self.steps:
+            return
+        found = differentiable(result) if torch.is_grad_enabled() else []
+        for tensor in found:
+            tensor.register_hook(self._arrived)
+        if not found:  # no backward pass will come
+            self._free()
+
+    def _arrived(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if task == self._task:
+            return
+        self._task = task
+        if self._outer is not None:
+            self._outer.gather()  # freed by the backward pass of another call since
+        self._average.begin_pass(None)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _finish(self) -> None:
+        self._task = -1
+        self._average.end_pass()
+        if self._sync:
+            self._average.deliver()
+        self._free()
+
+    def _free(self) -> None:
+        for unit in self._units:
+            unit.free()

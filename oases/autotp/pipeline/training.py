@@ -14,7 +14,7 @@ from oases.autotp.export import take_dtypes
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import Dataflow, dataflow_of
-from oases.autotp.pipeline.fsdp import shard_weights
+from oases.autotp.pipeline.fsdp import CallsOfShards, require_steps, shard_weights
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
@@ -72,6 +72,7 @@ class PipelineTraining:
         self.units: list[FsdpUnit] = []
         """Sharded weights, with fsdp."""
         self._outer: HeldUnit | None = None
+        self._calls: CallsOfShards | None = None
         self._average: GradientAverager | ShardedGradientAverager
         for runner in self._runners if pipeline.chunks > 1 else ():
             paths = stages.division.layers
@@ -81,6 +82,10 @@ class PipelineTraining:
                 model, self._runners, mesh, degree, options.dtype, keep=options.zero,
                 gradient_wire=options.gradient_wire,
             )  # fmt: skip
+            if mesh.num_stages == 1:
+                self._calls = CallsOfShards(model, self._average, self._outer, self.units)
+            else:
+                require_steps(model, self._outer)
         else:
             self._average = self._averager()
         self._tied: dict[str, bool] = {}
@@ -147,9 +152,13 @@ class PipelineTraining:
         """Context in which weights outside of stacks are whole. All are sharded after it."""
         if self._outer is not None:
             self._outer.gather()
+        if self._calls is not None:
+            self._calls.steps = True
         try:
             yield
         finally:
+            if self._calls is not None:
+                self._calls.steps = False
             for unit in self.units:
                 unit.free()
 

@@ -19,10 +19,11 @@ from oases.autotp.export import running_without_data, without_data
 from oases.autotp.module_snapshot import recorders, unrecorded
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.autotp.pipeline.stages import Crossings, Division
+from oases.execution.propagation import EarlyEnd
 
 
-class PartEnd(Exception):  # noqa: N818  (no error: it leaves the author's forward)
-    """Everything that a part computes is there."""
+class PartEnd(EarlyEnd):
+    """End of the author's forward where everything that a part computes is there."""
 
 
 @dataclass

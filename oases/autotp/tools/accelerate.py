@@ -10,6 +10,7 @@ from torch import Tensor
 from oases.autotp.gathering import full_state_dict
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
 from oases.errors import UsageError
+from oases.parallel.mesh import mesh_of
 
 
 def patch_accelerate(module: Any) -> None:
@@ -68,13 +69,22 @@ def _checked(prepare_model: Any) -> Any:
 
 
 def require_callable(model: Any, tool: str) -> None:
-    """Raise UsageError for a model in stages, which a tool would call, or wrap in DDP."""
-    if getattr(model, "oases_pipeline", None) is not None:
+    """Raise UsageError for a model in stages or with sharded weights, which a tool would call, or wrap in DDP."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return
+    name = type(model).__name__
+    if mesh.num_stages == 1:
         raise UsageError(
-            f"{tool} was given {type(model).__name__} in pipeline stages, of which no rank can compute a loss alone: "
-            "train it by loss = model.train_step(**batch) in a loop of your own or by oases train --model, or give "
-            "parallelize() a mesh without 'pp'"
+            f"{tool} was given {name} with 'pp' or fsdp, whose gradients oases averages and shards: train it in a "
+            "loop of your own or by oases train --model, or give parallelize() a mesh without 'pp', leave fsdp out, "
+            "and shard over its 'dp' by torch's fully_shard"
         )
+    raise UsageError(
+        f"{tool} was given {name} in pipeline stages, of which no rank can compute a loss alone: train it by "
+        "loss = model.train_step(**batch) in a loop of your own or by oases train --model, or give parallelize() "
+        "a mesh without 'pp'"
+    )
 
 
 def patch_parallelism(module: Any) -> None:

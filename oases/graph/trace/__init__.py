@@ -1,7 +1,7 @@
 """Trace a model to a LayerGraph by torch.export, without computation or weights; models on `meta` work.
 
 `trace` exports the whole model: the 80 layers of Llama-70B take 7 s and 0.5 GB. `trace_layers` exports layers of one
-kind once, for their costs.
+kind once, for their costs. Layers are traced as `oases.autotp` traces them: as they run, and within a bound.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from oases.errors import UsageError
 from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
 from oases.graph.layered import layered_model
+from oases.graph.trace.as_run import layers_as_run
 from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs
 from oases.graph.trace.repeated import Progress, layers_once
 from oases.plans.layered import LayeredModel
@@ -38,7 +39,7 @@ def trace(
     inputs: (args, kwargs) of a forward pass. Without them a transformers model gets `batch` samples of `sequence`
     tokens (default: 1024, or its number of positions). Sizes are concrete, not symbolic. bytes_out are those on the
     model's device; on `meta` the attention result is copied once more. Raises UsageError if forward branches on
-    tensor values or takes other inputs.
+    tensor values or takes other inputs, and for layers with too many calls.
     """
     if inputs is None:
         inputs = ((), sample_inputs(model, batch, sequence))
@@ -46,10 +47,12 @@ def trace(
         raise UsageError(f"inputs must be (args, kwargs), such as ((x,), {{}}), got {type(inputs).__name__}")
     args, kwargs = tree_map(_like_the_model(model), (tuple(inputs[0]), dict(inputs[1])))
     name = type(model).__name__
+    given_up: list[str] = []
     try:
-        exported = torch.export.export(model, args, kwargs, strict=False)
+        with layers_as_run(model) as given_up:
+            exported = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:  # torch.export raises anything that forward raises, and many types of its own
-        raise UsageError(f"model {name} cannot be traced: {_remedy(error)}") from error
+        raise UsageError(f"model {name} cannot be traced: {(given_up or [_remedy(error)])[0]}") from error
     return _Reader(model, exported).graph()
 
 

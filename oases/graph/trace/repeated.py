@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ def layers_once(model: nn.Module, on_layer: Progress | None = None) -> Iterator[
     replaced: list[tuple[nn.Module, Any]] = []
     results: dict[str, Any] = {}
     first: dict[str, nn.Module] = {}
-    for list_path, layers in _outermost_lists(model):
+    for list_path, layers in outermost_lists(model):
         known: dict[Any, str] = {}
         for number, layer in enumerate(layers):
             path = f"{list_path}.{number}" if list_path else str(number)
@@ -49,11 +49,16 @@ def layers_once(model: nn.Module, on_layer: Progress | None = None) -> Iterator[
             layer.forward = partial(_stand_in, layer.forward, of, results)
         yield alike
     finally:
-        for layer, own in replaced:
-            if own is None:
-                del layer.forward
-            else:
-                layer.forward = own
+        put_back(replaced)
+
+
+def put_back(replaced: Sequence[tuple[nn.Module, Any]]) -> None:
+    """Undo replacements of layers' forwards, each with the attribute before it, None for none; the last one first."""
+    for layer, own in reversed(replaced):
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
 
 
 def _noted(
@@ -81,7 +86,8 @@ def _stand_in(forward: Callable[..., Any], of: str, results: dict[str, Any], *ar
     return tree_map(lambda leaf: passed if leaf is made else leaf, results[of])
 
 
-def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Lists of two layers or more, with their paths; none of those inside of another."""
     seen: list[str] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}." if other else "") for other in seen)

@@ -1,0 +1,126 @@
+#include "nodes_backend.h"
+
+#include <random>
+
+#include "ranks.h"
+#include "staged_backend.h"
+
+using oases::NodesBackend;
+using oases::StagedBackend;
+
+namespace {
+
+constexpr int kSize = 4;
+const std::vector<std::vector<int64_t>> kRanks{{0, 2}, {1, 3}};
+
+// Four ranks as threads of this process, two on each of two nodes: a sanitizer sees the memory that they share.
+void run_nodes(const std::function<void(int, NodesBackend&)>& body) {
+  at::set_num_threads(1);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::exception_ptr> errors(kSize);
+  // Until all are done: one that went early would cut off those that still connect.
+  std::vector<c10::intrusive_ptr<NodesBackend>> connected(kSize);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kSize; ++rank)
+    threads.emplace_back([&, rank] {
+      const int node = rank % 2, place = rank / 2;
+      const auto of = [&](const std::string& name) {
+        return c10::make_intrusive<c10d::PrefixStore>(name, store);
+      };
+      try {
+        const auto local = c10::make_intrusive<StagedBackend>(of(c10::str("node ", node)), place, 2,
+                                                              std::chrono::seconds(60));
+        const auto whole = oases_tests::gloo(of("whole"), rank, kSize);
+        const auto across = oases_tests::gloo(of(c10::str("place ", place)), node, 2);
+        connected[rank] = c10::make_intrusive<NodesBackend>(whole, local, across, kRanks);
+        body(rank, *connected[rank]);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+at::Tensor numbers(int rank, int64_t count) { return at::arange(count, at::kFloat).remainder(13) + rank; }
+
+at::Tensor of_all(int64_t count) {
+  return at::cat({numbers(0, count), numbers(1, count), numbers(2, count), numbers(3, count)});
+}
+
+std::string message_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  try {
+    work->wait();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+c10::intrusive_ptr<c10d::Work> reduce_all(NodesBackend& backend, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return backend.allreduce(tensors, {});
+}
+
+}  // namespace
+
+TEST(NodesBackend, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
+  run_nodes([](int rank, NodesBackend& backend) {
+    std::mt19937 random(rank);
+    const auto pause = [&] { std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000)); };
+    for (const int64_t count : {0, 1, 77, 16'385, 1'300'001}) {  // the last of two pieces
+      const auto sum = numbers(rank, count), again = numbers(rank, count);
+      auto whole = at::empty({kSize * count}), part = numbers(rank, count), mine = at::empty({count});
+      auto input = of_all(count);
+      std::vector<at::Tensor> sent{rank == 1 ? numbers(7, count) : at::zeros({count})};
+      c10d::BroadcastOptions from_one;
+      from_one.rootRank = 1;
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      works.push_back(reduce_all(backend, sum));
+      pause();
+      works.push_back(backend._allgather_base(whole, part, {}));
+      works.push_back(backend.broadcast(sent, from_one));
+      works.push_back(backend._reduce_scatter_base(mine, input, {}));
+      pause();
+      works.push_back(backend.barrier({}));
+      works.push_back(reduce_all(backend, again));
+      std::vector<at::Tensor> to{numbers(rank, count)}, from{at::empty({count})};
+      works.push_back(backend.send(to, (rank + 1) % kSize, 3));
+      works.push_back(backend.recv(from, (rank + 3) % kSize, 3));
+      for (const auto& work : works) work->wait();
+      EXPECT_TRUE(at::equal(sum, 4 * numbers(0, count) + 6) && at::equal(again, sum)) << count;
+      EXPECT_TRUE(at::equal(whole, of_all(count))) << count;
+      EXPECT_TRUE(at::equal(mine, 4 * numbers(rank, count))) << count;
+      EXPECT_TRUE(at::equal(sent[0], numbers(7, count))) << count;
+      EXPECT_TRUE(at::equal(from[0], numbers((rank + 3) % kSize, count))) << count;
+    }
+  });
+}
+
+TEST(NodesBackend, CallsThatAllRanksMakeWronglyLeaveTheGroupAsItWas) {
+  run_nodes([](int rank, NodesBackend& backend) {
+    const auto why = message_of(reduce_all(backend, at::zeros({4}).to_sparse()));
+    EXPECT_NE(why.find("takes dense tensors"), std::string::npos) << why;
+    const auto tensor = at::ones({4});
+    reduce_all(backend, tensor)->wait();
+    EXPECT_TRUE(at::equal(tensor, at::full({4}, 4.0)));
+    backend.barrier({})->wait();
+  });
+}
+
+TEST(NodesBackend, AnAbortEndsWaitsForAnotherNode) {
+  std::atomic<int> ended{0};
+  run_nodes([&](int rank, NodesBackend& backend) {
+    backend.barrier({})->wait();
+    if (rank % 2 == 0) {
+      const auto work = reduce_all(backend, at::ones({4}));
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      backend.abort();
+      EXPECT_NE(message_of(work).find("aborted the group"), std::string::npos);
+      EXPECT_NE(message_of(reduce_all(backend, at::ones({4}))).find("aborted the group"), std::string::npos);
+      ++ended;
+    }
+    while (ended < 2) std::this_thread::yield();
+  });
+}
