@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build
 	$(PY) -m oases demo
 
-# Nine minutes on two hyperthreads; the long ones of test-all take another fifteen.
+# Seven minutes on two hyperthreads; the long ones of test-all take another twelve.
 test: build-tests test-cpp test-python
 
 # One file of tests more than there are cores at a time, because ranks often wait for one another; at most 8 for memory.
