@@ -7,6 +7,8 @@
 
 using oases::NodesBackend;
 using oases::StagedBackend;
+using oases_tests::message_of;
+using oases_tests::numbers;
 
 namespace {
 
@@ -15,47 +17,25 @@ const std::vector<std::vector<int64_t>> kRanks{{0, 2}, {1, 3}};
 
 // Four ranks as threads of this process, two on each of two nodes: a sanitizer sees the memory that they share.
 void run_nodes(const std::function<void(int, NodesBackend&)>& body) {
-  at::set_num_threads(1);
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::exception_ptr> errors(kSize);
   // Until all are done: one that went early would cut off those that still connect.
   std::vector<c10::intrusive_ptr<NodesBackend>> connected(kSize);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kSize; ++rank)
-    threads.emplace_back([&, rank] {
-      const int node = rank % 2, place = rank / 2;
-      const auto of = [&](const std::string& name) {
-        return c10::make_intrusive<c10d::PrefixStore>(name, store);
-      };
-      try {
-        const auto local = c10::make_intrusive<StagedBackend>(of(c10::str("node ", node)), place, 2,
-                                                              std::chrono::seconds(60));
-        const auto whole = oases_tests::gloo(of("whole"), rank, kSize);
-        const auto across = oases_tests::gloo(of(c10::str("place ", place)), node, 2);
-        connected[rank] = c10::make_intrusive<NodesBackend>(whole, local, across, kRanks);
-        body(rank, *connected[rank]);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  oases_tests::on_threads(kSize, [&](int rank) {
+    const int node = rank % 2, place = rank / 2;
+    const auto of = [&](const std::string& name) {
+      return c10::make_intrusive<c10d::PrefixStore>(name, store);
+    };
+    const auto local =
+        c10::make_intrusive<StagedBackend>(of(c10::str("node ", node)), place, 2, std::chrono::seconds(60));
+    const auto whole = oases_tests::gloo(of("whole"), rank, kSize);
+    const auto across = oases_tests::gloo(of(c10::str("place ", place)), node, 2);
+    connected[rank] = c10::make_intrusive<NodesBackend>(whole, local, across, kRanks);
+    body(rank, *connected[rank]);
+  });
 }
-
-at::Tensor numbers(int rank, int64_t count) { return at::arange(count, at::kFloat).remainder(13) + rank; }
 
 at::Tensor of_all(int64_t count) {
   return at::cat({numbers(0, count), numbers(1, count), numbers(2, count), numbers(3, count)});
-}
-
-std::string message_of(const c10::intrusive_ptr<c10d::Work>& work) {
-  try {
-    work->wait();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
 }
 
 c10::intrusive_ptr<c10d::Work> reduce_all(NodesBackend& backend, const at::Tensor& tensor) {
@@ -100,7 +80,7 @@ TEST(NodesBackend, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
 
 TEST(NodesBackend, CallsThatAllRanksMakeWronglyLeaveTheGroupAsItWas) {
   run_nodes([](int rank, NodesBackend& backend) {
-    const auto why = message_of(reduce_all(backend, at::zeros({4}).to_sparse()));
+    const auto why = message_of([&] { reduce_all(backend, at::zeros({4}).to_sparse())->wait(); });
     EXPECT_NE(why.find("takes dense tensors"), std::string::npos) << why;
     const auto tensor = at::ones({4});
     reduce_all(backend, tensor)->wait();
@@ -117,8 +97,9 @@ TEST(NodesBackend, AnAbortEndsWaitsForAnotherNode) {
       const auto work = reduce_all(backend, at::ones({4}));
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       backend.abort();
-      EXPECT_NE(message_of(work).find("aborted the group"), std::string::npos);
-      EXPECT_NE(message_of(reduce_all(backend, at::ones({4}))).find("aborted the group"), std::string::npos);
+      EXPECT_NE(message_of([&] { work->wait(); }).find("aborted the group"), std::string::npos);
+      EXPECT_NE(message_of([&] { reduce_all(backend, at::ones({4}))->wait(); }).find("aborted the group"),
+                std::string::npos);
       ++ended;
     }
     while (ended < 2) std::this_thread::yield();

@@ -1,17 +1,11 @@
 // The backend `staged` on tensors of the virtual device, whose streams are threads of this process, as its ranks are: a
 // sanitizer sees words, slots and scratch memory that nothing orders.
-#include <ATen/Parallel.h>
-#include <gtest/gtest.h>
-
-#include <exception>
-#include <functional>
-#include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
+#include "ranks.h"
 #include "staged_backend.h"
 #include "virtual_device/words.h"
 
 using oases::StagedBackend;
+using oases_tests::numbers;
 
 namespace {
 
@@ -26,28 +20,15 @@ void run_streams(int size, const std::function<void(int, StagedBackend&, c10::De
     return true;
   }();
   static_cast<void>(known);
-  at::set_num_threads(1);
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::exception_ptr> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      try {
-        const c10::Device device(virtual_device::kType, static_cast<c10::DeviceIndex>(rank));
-        const c10::DeviceGuard on(device);
-        const auto backend = c10::make_intrusive<StagedBackend>(store, rank, size, std::chrono::seconds(60));
-        body(rank, *backend, device);
-        virtual_device::synchronize(device.index());
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  oases_tests::on_threads(size, [&](int rank) {
+    const c10::Device device(virtual_device::kType, static_cast<c10::DeviceIndex>(rank));
+    const c10::DeviceGuard on(device);
+    const auto backend = c10::make_intrusive<StagedBackend>(store, rank, size, std::chrono::seconds(60));
+    body(rank, *backend, device);
+    virtual_device::synchronize(device.index());
+  });
 }
-
-at::Tensor numbers(int rank, int64_t count) { return at::arange(count, at::kFloat).remainder(13) + rank; }
 
 c10::intrusive_ptr<c10d::Work> reduce_all(StagedBackend& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};

@@ -1,17 +1,13 @@
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <exception>
-#include <functional>
-#include <random>
-#include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include "staged_backend.h"
 
+#include <random>
+
+#include "ranks.h"
+
 using oases::StagedBackend;
+using oases_tests::message_of;
+using oases_tests::numbers;
+using oases_tests::on_threads;
 
 namespace {
 
@@ -19,34 +15,12 @@ using Backend = c10::intrusive_ptr<StagedBackend>;
 
 // Ranks as threads of this process, which share the mapping: a race in shared memory is one that a sanitizer sees.
 void run_staged(int size, const std::function<void(int, StagedBackend&)>& body) {
-  at::set_num_threads(1);
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::exception_ptr> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      try {
-        const auto backend = c10::make_intrusive<StagedBackend>(store, rank, size, std::chrono::seconds(60));
-        body(rank, *backend);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  on_threads(size, [&](int rank) {
+    const auto backend = c10::make_intrusive<StagedBackend>(store, rank, size, std::chrono::seconds(60));
+    body(rank, *backend);
+  });
 }
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
-
-at::Tensor numbers(int rank, int64_t count) { return at::arange(count, at::kFloat).remainder(13) + rank; }
 
 c10::intrusive_ptr<c10d::Work> reduce_all(StagedBackend& backend, const at::Tensor& tensor, bool async = true,
                                           std::chrono::milliseconds timeout = c10d::kUnsetTimeout) {

@@ -29,7 +29,10 @@ oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, whic
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `few` leaves out: all but so many cases of a test, which are spread evenly over its list."""
+    """Mark what `few` leaves out: all but so many cases of a test, which are spread evenly over its list.
+
+    Its second number is that of the cases that are run by `make test-all`, as long ones; the others are slow.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") is not None and item.get_closest_marker("slow") is None:
@@ -37,11 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for found in cases.values():
         mark = found[0].get_closest_marker("few")
         assert mark is not None
-        number = min(mark.args[0], len(found))
-        kept = {round((each + 0.5) * len(found) / number - 0.5) for each in range(number)}
-        for at, item in enumerate(found):
-            if at not in kept:
-                item.add_marker(pytest.mark.slow)
+        all_runs = _spread(found, mark.args[-1])
+        quick = _spread(all_runs, mark.args[0])
+        for item in found:
+            if item not in quick:
+                item.add_marker(pytest.mark.long if item in all_runs else pytest.mark.slow)
+
+
+def _spread(items: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """So many items, spread evenly over a list."""
+    number = min(number, len(items))
+    return [items[round((each + 0.5) * len(items) / number - 0.5)] for each in range(number)]
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.few(100)
+@pytest.mark.few(100, 170)
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize("kind", [*BAD, *SPECIAL])

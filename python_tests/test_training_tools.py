@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-for each in ("accelerate", "lightning", "peft", "trl"):
-    if find_spec(each) is None:  # without the import, which takes seconds
-        pytest.skip(f"{each} is not installed", allow_module_level=True)
+# Without their imports, which take seconds.
+MISSING = [each for each in ("accelerate", "lightning", "peft", "trl") if find_spec(each) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAIN = "oases.parallelize = lambda model, **_: model\n"

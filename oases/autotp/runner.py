@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.autotp.block import GraphBlock, LayerCall, value_of
-from oases.autotp.cache import cache_in
+from oases.autotp.cache import NO_CACHE, cache_in
 from oases.autotp.cutting import Piece
 from oases.autotp.export import CallSignature, UnsplittableError, leaves
 from oases.autotp.program import LayerSignature, Program
@@ -239,6 +239,11 @@ class Runner:
         found, tree = leaves(args, kwargs)
         layer = self.layers[index]
         if cache_in(found) is not None:  # a few tokens: nothing to overlap
+            if self.sharded:
+                raise UsageError(
+                    f"{layer.path} was given a key-value cache, and its weights are sharded (fsdp or zero) and "
+                    f"gathered for all layers together; {NO_CACHE}"
+                )
             return layer.alone(*args, **kwargs)
         x = found[layer.activation] if layer.activation < len(found) else None
         if index == 0:

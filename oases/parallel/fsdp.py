@@ -143,14 +143,16 @@ class FsdpUnit:
     def gather_ahead(self) -> None:
         """Start the gather, unless it was started."""
         if not self.is_whole and self._handle is None:
-            self._handle = self._module.unshard(async_op=True)
+            with torch.inference_mode(False):  # its buffers are those of later training, too
+                self._handle = self._module.unshard(async_op=True)
 
     def gather(self) -> None:
         """Wait until the full weights are in the module."""
         if self.is_whole:
             return
         self.gather_ahead()
-        self._handle.wait()
+        with torch.inference_mode(False):
+            self._handle.wait()
         self._handle, self.is_whole = None, True
         if not self._whole:
             self._whole = {name: self._named(name) for name in self.names}

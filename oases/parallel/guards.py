@@ -45,7 +45,7 @@ _AVERAGED = (
 )
 _holders: WeakSet[nn.Module] = WeakSet()
 _stages: WeakSet[nn.Module] = WeakSet()
-"""Models of which this rank has one stage of a pipeline."""
+"""Models of which this rank has one stage of a pipeline, or shards of all weights."""
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Optimizers whose steps are right."""
 _before_steps: Any = None
@@ -118,9 +118,9 @@ def _refuse_stages(tensors: Iterable[Tensor]) -> None:
         if id(tensor) in staged:
             raise UsageError(
                 "torch.nn.utils.get_total_norm, clip_grad_norm_ or clip_grads_with_norm_ was given parameters or "
-                f"gradients of {staged[id(tensor)]}, of which this rank has one stage, and would take the norm of "
-                "that alone; call oases.clip_grad_norm(model, max_norm) on all ranks, whose result is the norm of "
-                "all stages"
+                f"gradients of {staged[id(tensor)]}, of which this rank has one stage, or shards, and would take the "
+                "norm of these alone; call oases.clip_grad_norm(model, max_norm) on all ranks, whose result is the "
+                "norm of all"
             )
 
 
@@ -234,8 +234,9 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     ddp = kind == "DistributedDataParallel"
     if module in _stages:
         raise UsageError(
-            f"{kind} around {type(module).__name__}, of which this rank has one stage: its replicas average their "
-            "gradients in model.train_step(**batch); call that, without a wrapper"
+            f"{kind} around {type(module).__name__}, of which this rank has one stage, or shards: its replicas "
+            "average their gradients in model.train_step(**batch), and without stages in backward(); call the model "
+            "without a wrapper"
         )
     if replicas_of(module) is not None:
         raise UsageError(_AVERAGED.format(kind))

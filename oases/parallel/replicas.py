@@ -32,7 +32,25 @@ _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 _before_steps: Any = None
 
 
-class Replicas:
+class AverageSwitch:
+    """Switch of a module's averages of gradients, which are on but in `no_sync`."""
+
+    sync = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which gradients accumulate on each replica and are not averaged, as in DDP.
+
+        The next backward pass outside of it averages the accumulated gradients.
+        """
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+
+class Replicas(AverageSwitch):
     """Averages the gradients of a module over a data-parallel group in every backward pass but those in `no_sync`.
 
     The trainable parameters are read in each forward pass, so that they may be moved, frozen or replaced between
@@ -41,7 +59,6 @@ class Replicas:
 
     def __init__(self, group: ProcessGroup | None, wire: str) -> None:
         self._group, self._wire = group_name(group), wire
-        self._sync = True
         self._average: GradientAverager | None = None
         self._known: tuple[Any, ...] = ()
         self._handles: list[Any] = []
@@ -51,9 +68,7 @@ class Replicas:
         """Replicas of a copied module; it finds its parameters in its first forward pass."""
         made = Replicas.__new__(Replicas)
         memo[id(self)] = made
-        made.__dict__.update(
-            _group=self._group, _wire=self._wire, _sync=True, _average=None, _known=(), _handles=[], _task=-1
-        )
+        made.__dict__.update(_group=self._group, _wire=self._wire, _average=None, _known=(), _handles=[], _task=-1)
         return made
 
     @property
@@ -64,18 +79,6 @@ class Replicas:
     def groups(self) -> list[ProcessGroup]:
         """Groups over which the next backward pass averages."""
         return [] if self._average is None else self._average.groups
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which gradients accumulate on each replica and are not averaged, as in DDP.
-
-        The next backward pass outside of it averages the accumulated gradients.
-        """
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
     def called(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: prepare for the module's trainable parameters of now."""
@@ -99,7 +102,7 @@ class Replicas:
 
     def _accumulated(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        if not self._sync or task == self._task or self._average is None:
+        if not self.sync or task == self._task or self._average is None:
             return
         self._task = task
         self._average.begin()

@@ -82,10 +82,10 @@ class _Bucket:
         for name, part in zip(self.trained, total.div_(self.unit.group.size()).split(self._sizes), strict=True):
             shard = cast(DTensor, shards[name])
             held = shard.to_local()
+            mine = part[: held.numel()].view_as(held).to(held.dtype)
             gradient = DTensor.from_local(
-                part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
-                shape=shard.shape, stride=shard.stride(),
-            )  # fmt: skip
+                mine, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
             before = shards[name].grad  # of earlier steps without zero_grad()
             shards[name].grad = gradient if before is None else before + gradient
 

@@ -13,8 +13,7 @@ from autotp.zoo import batch, build
 import oases
 from oases.parallel.sharding import cuts
 
-if find_spec("peft") is None:
-    pytest.skip("peft is not installed", allow_module_level=True)
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 TARGETS = {"all": "all-linear", "queries and values": ["q_proj", "v_proj"]}
 SOME = ["q_proj", "down_proj"]

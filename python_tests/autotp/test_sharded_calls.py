@@ -75,10 +75,12 @@ def test_own_loops_train_as_one_process(four_ranks, shape, options):
 
 
 def gradients(folder):
-    """Compare the gradients of two calls before one backward pass, after one that an exception ended; then reload."""
+    """Compare the gradients of two calls before one backward pass, after passes without one; then save and reload."""
     plain, model, replica = pair((2, 1))
     data, other = data_of(0), data_of(1)
     mine = [share(each, replica, 2) for each in (data, other)]
+    with torch.inference_mode():  # the first call of all
+        model(**mine[0])
     result = model(**mine[0])
     result.logits.register_hook(stopped)
     with pytest.raises(Exception, match="stopped"):
@@ -92,6 +94,7 @@ def gradients(folder):
         torch.testing.assert_close(local(parameter.grad), wanted, rtol=1e-5, atol=1e-8, msg=name)
     optimizer = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3)
     optimizer.step()
+    model(**mine[0])  # no backward pass follows
     oases.save_checkpoint(folder, model, optimizer, step=1)
     _, again, _ = pair((2, 1))
     oases.load_checkpoint(folder, again, oases.make_optimizer(again, torch.optim.AdamW, lr=1e-3))
@@ -108,6 +111,32 @@ def test_gradients_after_a_pass_that_was_stopped_and_weights_from_a_checkpoint(t
     for mine, loaded, before in two_ranks.run(gradients, tmp_path):
         assert mine == loaded
         assert mine != before
+
+
+def generated():
+    """Tokens of both models, the error of a key-value cache, and the norm of a pass in bfloat16 with masters."""
+    plain, model, _ = pair((2, 1))
+    tokens, options = data_of(0)["input_ids"][:2, :4], {"max_new_tokens": 3, "do_sample": False}
+    plain.eval()
+    model.eval()
+    found = [each.generate(tokens, **options, use_cache=False).tolist() for each in (plain, model)]
+    with pytest.raises(oases.UsageError) as error:
+        model.generate(tokens, **options)
+    _, low, replica = pair((2, 1), dtype=torch.bfloat16)
+    low(**share(data_of(0), replica, 2)).loss.backward()
+    return found, str(error.value), float(oases.clip_grad_norm(low, 1.0))
+
+
+@pytest.mark.long
+def test_generation_and_bfloat16(two_ranks):
+    plain = build("llama", **sizes("llama", 4)).to(torch.float64)
+    plain(**data_of(0)).loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()]))
+    for (wanted, tokens), error, low in two_ranks.run(generated):
+        assert tokens == wanted
+        assert "its weights are sharded (fsdp or zero)" in error
+        assert "call the model with use_cache=False" in error
+        assert low == pytest.approx(norm, rel=0.02)
 
 
 def refused(dims):

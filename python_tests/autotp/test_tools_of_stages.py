@@ -16,8 +16,10 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 
-def refusals(folder):
-    model = oases.parallelize(build("llama"), mesh=mesh_of(2, 1, 1), micro_batches=2)
+def refusals(folder, staged):
+    mesh = mesh_of(2, 1, 1) if staged else init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    options = {"micro_batches": 2} if staged else {"fsdp": True}
+    model = oases.parallelize(build("llama"), mesh=mesh, **options)
     arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
     tools = (
         lambda: transformers.Trainer(model, arguments),
@@ -31,17 +33,23 @@ def refusals(folder):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.slow
-def test_tools_refuse_stages(two_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("staged", "is_what", "remedy"),
+    [
+        pytest.param(True, "in pipeline stages", "model.train_step(**batch)", marks=pytest.mark.slow),
+        pytest.param(False, "with 'pp' or fsdp", "in a loop of your own", marks=pytest.mark.long),
+    ],
+)
+def test_tools_refuse_stages_and_shards(two_ranks, tmp_path, staged, is_what, remedy):
     names = (
-        "Trainer was given LlamaForCausalLM in pipeline stages",
-        "Accelerator.prepare was given LlamaForCausalLM in pipeline stages",
-        "DistributedDataParallel around LlamaForCausalLM, of which this rank has one stage",
+        f"Trainer was given LlamaForCausalLM {is_what}",
+        f"Accelerator.prepare was given LlamaForCausalLM {is_what}",
+        "DistributedDataParallel around LlamaForCausalLM, of which this rank has one stage, or shards",
     )
-    for found in two_ranks.run(refusals, str(tmp_path)):
+    for found in two_ranks.run(refusals, str(tmp_path), staged):
         for text, name in zip(found, names, strict=True):
             assert f"UsageError: {name}" in text
-            assert "model.train_step(**batch)" in text
+            assert (remedy if "wrapper" not in text else "call the model without a wrapper") in text
 
 
 def meshes(kind):

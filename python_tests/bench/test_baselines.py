@@ -99,7 +99,7 @@ def skip_unless_installed(name: str) -> None:
         pytest.skip(str(reason))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, 2)
 @pytest.mark.parametrize(
     ("name", "recompute", "all_reduces_per_layer"),
     # Domino sends every sum twice, once for each half of the batch. A layer computed again stops before its last sum.

@@ -81,7 +81,7 @@ CASES = [
 """Every pair of schedule, placement and recomputation; all triples in `make test-slow`."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, 4)
 @pytest.mark.parametrize(("name", "placement", "recompute"), CASES)
 def test_a_stack_gives_what_its_blocks_give(four_ranks, name, placement, recompute):
     four_ranks.run(check, name, placement, recompute, 1, 0.0, 6)

@@ -91,7 +91,7 @@ def test_two_ranks_equal_one_process(two_ranks, name):
         assert (dropped > 0) == (name == "capacity")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, 2)
 @pytest.mark.parametrize("name", ["gated", "top1"])
 @pytest.mark.parametrize("experts", [4, 8])
 def test_four_ranks_equal_one_process(four_ranks, name, experts):

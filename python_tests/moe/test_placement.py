@@ -132,7 +132,7 @@ def test_seconds_are_those_of_the_equations(method, options):
             assert placement.device_loads.sum() == counts.sum()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, 4)
 @pytest.mark.parametrize("devices", [8, 16, 32, 64])
 def test_never_above_the_others_at_an_equal_budget(devices):
     for seed in range(25):
@@ -176,7 +176,7 @@ def test_few_devices_choose_the_best_of_all_methods(devices):
         assert found["prophet"] <= min(found.values()) * (1 + 1e-9), (seed, costs, budget, found)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, 6)
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", range(3))
 def test_near_the_optimum(costs, seed):

@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 import torch.distributed as dist
+from called_ops import CalledOps
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import oases
 from oases import OverlappedColumnLinear, OverlappedColwiseParallel, OverlappedRowLinear, OverlappedRowwiseParallel
@@ -90,18 +90,6 @@ def test_candidates_are_as_many_as_rows_allow(two_ranks, tmp_path, rows, candida
         assert first == (len(candidates) or 1, candidates * 4)
 
 
-class Ops(TorchDispatchMode):
-    """Notes every op that is dispatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.seen.append(op.name())
-        return op(*args, **(kwargs or {}))
-
-
 def check_no_trace(path, cls, sequence_parallel):
     scheduler = scheduler_of(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
@@ -111,14 +99,16 @@ def check_no_trace(path, cls, sequence_parallel):
         state = torch.get_rng_state()
         scheduler.reset_totals()
         scheduler.set_recording(True)
-        with Ops() as ops:
+        with CalledOps() as called:
             y = layer(x)
         scheduler.set_recording(False)
         assert timer.turns
         assert torch.equal(torch.get_rng_state(), state)
         assert x.grad is None
         assert layer.weight.grad is None
-        assert [name for name in ops.seen if name.startswith("oases")] == [f"oases::{layer.kind}_linear"]
+        assert {name: n for name, n in called.ops.items() if name.startswith("oases")} == {
+            f"oases::{layer.kind}_linear": 1
+        }
         y.sum().backward()
         counted = {row.where: row.collectives for row in oases.report().others}
         assert len(scheduler.take_records()) == counted.get(f"{layer.kind} forward", 0)

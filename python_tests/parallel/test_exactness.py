@@ -181,7 +181,7 @@ SLOW = [case[:-1] for case in PARTLY] + [("transformer", torch.float32, 1), ("tr
 CASES = [*PARTLY, *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(10, 20)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
 @pytest.mark.parametrize(("kinds", "dtype", "degree", "share"), CASES)
@@ -193,7 +193,7 @@ def test_gradients_with_dropout_equal_the_unsplit_model(request, kinds, dtype, d
         request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[degree]).run(check_all, *arguments)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(7, 100)
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
 @pytest.mark.parametrize("kinds", ["transformer", "halved"])

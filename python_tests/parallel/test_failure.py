@@ -127,7 +127,7 @@ def test_every_rank_of_two_raises(two_ranks, schedule, recompute, call):
     check_messages(two_ranks.run(check_failure, 1, 1, method, int(countdown), options), 1, ops)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, 100)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "method"), covered(SCHEDULES | {"method": ["partial", "combine", "backward"]})
 )
@@ -151,7 +151,7 @@ class Halved(Fragile):
         return self.down.partial(F.gelu(self.up.partial(Failing.apply(h, self.act) if h.requires_grad else h)))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, 4)
 @pytest.mark.parametrize(
     ("method", "countdown", "ops"),
     [("prepare", 2, ("C 0.1",)), ("product", 2, ("F 1.1",)), ("combine", 1, ("C 1.0",)), ("backward", 1, ("B 1.",))],

@@ -1,17 +1,14 @@
 """Bias, residual and the next block's norm as one op, against blocks called one after another by plain autograd."""
 
-from collections import Counter
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
+from called_ops import CalledOps, fused_on_cpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oases import OverlappedStack
 from oases.models.gpt import GPT, GPTConfig, Mlp, transformer_blocks
-from oases.parallel.fused_norm import FUSED_ON
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 from oases.parallel.program import BlockProgram
@@ -23,28 +20,6 @@ from oases.schedule import GENERATORS, generate
 CONFIG = GPTConfig(hidden=32, layers=2, heads=4, sequence=8)
 FORWARD = "oases::bias_dropout_residual_norm"
 BACKWARD = f"{FORWARD}_backward"
-
-
-@contextmanager
-def fused_on_cpu():
-    """Use the op on the CPU, too, where it is slower than torch's."""
-    FUSED_ON.add("cpu")
-    try:
-        yield
-    finally:
-        FUSED_ON.discard("cpu")
-
-
-class Called(TorchDispatchMode):
-    """Counts ops by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.ops[function.name()] += 1
-        return function(*args, **kwargs or {})
 
 
 def whole_blocks(alone, dtype):
@@ -88,7 +63,7 @@ def compare(stack, whole, group, limit, batch=4):
     for block in whole:
         expected = block.combine(expected, block.partial(expected))
     expected.backward(grad)
-    with fused_on_cpu(), Called() as called:
+    with fused_on_cpu(), CalledOps() as called:
         out = stack(mine)
         out.backward(grad)
     assert error(out, expected) < limit
@@ -235,7 +210,7 @@ def test_frozen_parameters_get_no_gradient():
     stack = stack_of(whole, None, schedule="oases")
     for frozen in (stack.blocks[1].norm.weight, stack.blocks[1].down.bias):
         frozen.requires_grad_(False)
-    with fused_on_cpu(), Called() as called:
+    with fused_on_cpu(), CalledOps() as called:
         stack(torch.randn(4, 8, 32)).sum().backward()
     assert called.ops[BACKWARD] == 6
     without = {name for name, parameter in stack.named_parameters() if parameter.grad is None}
@@ -284,7 +259,7 @@ def check_sharded_weights():
     model.zero_grad()
     average = model.shard_weights()
     model.stack.segments[0]._programs.clear()  # of the CPU without the op
-    with fused_on_cpu(), Called() as called, average.overlapped():
+    with fused_on_cpu(), CalledOps() as called, average.overlapped():
         model.loss(*tokens).backward()
     assert called.ops[FORWARD] == called.ops[BACKWARD] == 6
     for name, parameter in model.named_parameters():  # the average of ranks with equal batches

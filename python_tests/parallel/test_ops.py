@@ -71,7 +71,7 @@ def check_compiled_blocks(schedule, recompute):
     assert frames[1] == frames[2], "a later step compiles nothing anew"
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, 2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["sync", "oases"])
 def test_compiled_blocks_in_a_stack(two_ranks, schedule, recompute):

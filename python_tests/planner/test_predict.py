@@ -57,7 +57,7 @@ def drawn(rng):
     )  # fmt: skip
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(50, 150)
 @pytest.mark.parametrize("seed", range(150))
 def test_pieces_say_what_every_op_says(seed, monkeypatch):
     plan, predictor = drawn(random.Random(seed)), Predictor(cluster(1.1, 1.3))

@@ -41,7 +41,7 @@ KEEPS_LAST = ("last_no_recompute", "shifted_critical_path")
 MERAK = ("one_f_one_b", "pre_recompute", "last_no_recompute", "shifted_critical_path")
 
 
-@pytest.mark.few(100)
+@pytest.mark.few(100, 1000)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batches, recompute):

@@ -208,7 +208,7 @@ def wild(mode, costs):
     return taken
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, 6)
 @pytest.mark.parametrize("pool", ["two_ranks", "four_ranks"])
 @pytest.mark.parametrize("costs", [(1e-5, 1e-6), (1.0, 1e-9), (1e-4, 3e-9)])
 def test_ranks_agree_without_a_message_whatever_their_supports_do(request, pool, costs):

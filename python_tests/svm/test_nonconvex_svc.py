@@ -73,7 +73,7 @@ def test_known_optima_of_breast_cancer(name, reached):
     assert violation(model, x, y) <= 1e-7
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(14, 1000)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("n", "d", "lam"), [(60, 300, 0.05), (300, 20, 0.01), (40, 40, 0.0), (80, 10, 0.2)])
 @pytest.mark.parametrize("fit_intercept", [True, False])

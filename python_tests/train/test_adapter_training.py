@@ -10,8 +10,7 @@ from oases import TrainConfig, Trainer, UsageError
 from oases.train.checkpoint.files import export
 from oases.train.model_options import Degrees
 
-if find_spec("peft") is None:
-    pytest.skip("peft is not installed", allow_module_level=True)
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 transformers = pytest.importorskip("transformers")
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,

@@ -159,7 +159,7 @@ def harm(file, how):
     file.write_bytes(content)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(5, 100)
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_broken_newest_is_skipped_and_named(corpus, alone, saved, tmp_path, name, how):

@@ -9,8 +9,7 @@ bfloat16 are gathered in it from float32 shards, which the optimizer updates: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from oases.parallel.expert_groups import ExpertGroups, groups_of_experts
 from oases.parallel.fsdp import BlockUnit, FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import is_low
+from oases.parallel.replicas import AverageSwitch
 from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
@@ -184,12 +184,12 @@ def require_steps(model: nn.Module, outer: HeldUnit | None) -> None:
     model.register_forward_pre_hook(check)
 
 
-class CallsOfShards:
+class CallsOfShards(AverageSwitch):
     """Forward and backward passes of a model of one stage with sharded weights, in a loop of the user's own.
 
-    Weights outside of stacks are gathered in the forward pass and, until its gradients are there, in the backward
-    pass, at whose end each shard has the average of its gradients over the replicas, but in `model.no_sync()`, as in
-    DDP. average, outer, units: as of `shard_weights`.
+    Weights outside of stacks are gathered for the forward pass and again for the backward pass; between them, and
+    after it, the model holds shards alone. Those have the average of their gradients over the replicas at the end of
+    a backward pass, but in `model.no_sync()`, as in DDP. average, outer, units: as of `shard_weights`.
     """
 
     def __init__(
@@ -198,19 +198,10 @@ class CallsOfShards:
         self._average, self._outer, self._units = average, outer, units
         self.steps = False
         """Whether calls are those of a step that gathers, averages and frees by itself."""
-        self._sync = True
         self._task = -1
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end, always_call=True)
-        object.__setattr__(model, "no_sync", self._no_sync)
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
+        object.__setattr__(model, "no_sync", self.no_sync)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self.steps:
@@ -224,11 +215,9 @@ class CallsOfShards:
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if self.steps:
             return
-        found = differentiable(result) if torch.is_grad_enabled() else []
-        for tensor in found:
+        for tensor in differentiable(result) if torch.is_grad_enabled() else ():
             tensor.register_hook(self._arrived)
-        if not found:  # no backward pass will come
-            self._free()
+        self._free()
 
     def _arrived(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
@@ -236,14 +225,14 @@ class CallsOfShards:
             return
         self._task = task
         if self._outer is not None:
-            self._outer.gather()  # freed by the backward pass of another call since
+            self._outer.gather()
         self._average.begin_pass(None)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
         self._task = -1
         self._average.end_pass()
-        if self._sync:
+        if self.sync:
             self._average.deliver()
         self._free()
 
