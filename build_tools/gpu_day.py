@@ -60,15 +60,17 @@ def steps(folder: Path) -> list[Step]:
     gpu_tests = (*python, "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
     few = ("--maxfail=1", "-k", FEW, "python_tests/kernels")
     stack = ("--hidden", "2048", "--sequence", "1024", "--dtype", "bfloat16", "--device", "cuda")
+    ranks = ("env", "OASES_TEST_DEVICE=cuda", *python, "pytest", "-p", "no:cacheprovider", "-m", "not slow")
     return [
-        Step("tests", gpu_tests, 6),
+        Step("tests", gpu_tests, 4),
         *(
-            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *gpu_tests, *few), 3,
+            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *gpu_tests, *few), 2,
                  needs="compute-sanitizer")
             for tool in ("memcheck", "racecheck")
         ),
         Step("bench", (*python, "oases", "bench", "gpu", "--report", str(folder / "bench.md"), "--json",
                        str(folder / "bench.json")), 5),
+        Step("ranks", (*ranks, "python_tests/virtual_device"), 4),
         Step("profile", (*python, "oases", "profile", "--tp", "1", "--backend", "nccl", *stack, "--json",
                          str(folder / "profile.json")), 3),
     ]  # fmt: skip

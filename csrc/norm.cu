@@ -189,7 +189,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T>
 #pragma unroll
         for (int i = 0; i < width; ++i) {
           const float normal = (kept_out[k][i] - mean) * rstd;
-          grad[i] = rstd * (kept_grad[k][i] * weight[i] - along_mean - normal * along_row);
+          // Rounded before it is subtracted from, as in the mean: a row of one number has no gradient.
+          const float product = __fmul_rn(kept_grad[k][i], weight[i]);
+          grad[i] = rstd * (product - along_mean - normal * along_row);
           term[i] = kept_grad[k][i] * normal;
         }
         accumulate<width>(of_weight, column, n, term);

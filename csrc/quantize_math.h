@@ -129,14 +129,15 @@ OASES_INLINE float from_fp8(uint8_t code) {
   return float_of((small & below) | (normal & ~below) | (code & 0x80u) << 24);
 }
 
-// To bf16: `up` in [0, 1) of a step is added before the rest is dropped, or half of one, to nearest even.
+// To bf16: `up` in [0, 1) of a step is added before the rest is dropped, or half of one, to nearest even. All NaN have
+// one code: sums of NaN have other bits on the CPU than in CUDA.
 OASES_INLINE uint16_t to_bf16(float x, bool stochastic, uint32_t index, uint32_t seed) {
   const uint32_t bits = bits_of(x);
   const uint32_t up = stochastic ? static_cast<uint32_t>((noise(index, seed) + 0.5f) * 65536.0f)
                                  : 0x7FFFu + ((bits >> 16) & 1u);
-  const uint32_t special = (bits & 0x7FFFFFFFu) >= kInfinite;
-  const uint32_t quiet = (bits & 0x7FFFFFFFu) > kInfinite ? 0x00400000u : 0u;
-  return static_cast<uint16_t>((special ? bits | quiet : bits + up) >> 16);
+  const uint32_t size = bits & 0x7FFFFFFFu;
+  const uint32_t rounded = size >= kInfinite ? bits : bits + up;
+  return static_cast<uint16_t>((size > kInfinite ? kNan : rounded) >> 16);
 }
 
 OASES_INLINE float from_bf16(uint16_t code) { return float_of(static_cast<uint32_t>(code) << 16); }

@@ -54,7 +54,8 @@ void StagedStreams::sum(uint32_t piece, const Sources& parts, int64_t count, at:
     if (size_ == 1) total.copy_(part(0));
     for (int rank = 1; rank < size_; ++rank)
       reduce_into(total, rank == 1 && !narrow ? part(0) : total, part(rank), reduce);
-    if (reduce == ReduceType::AVG) total.div_(size_);
+    // By a tensor: by a number CUDA multiplies with its reciprocal, which is rounded.
+    if (reduce == ReduceType::AVG) total.div_(at::full({}, size_, total.options()));
     if (!total.is_same(result)) result.copy_(total);
   }
   summed_[piece % 2].record(adding_);

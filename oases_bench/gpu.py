@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from rich.console import RenderableType
 
 from oases.errors import UsageError
+from oases.execution.clock import Clock
 from oases.files import write_text
 from oases.kernels import bias_gelu, permute, swiglu
 from oases.kernels.norm import bias_dropout_residual_norm
@@ -33,31 +35,36 @@ from oases_bench.harness import BenchConfig, Benchmark, Ranks
 from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
 
 Result = dict[str, Any]
-GPT_1B3: dict[str, Any] = {
-    "hidden": 2048, "heads": 16, "layers": 6, "sequence": 1024, "batch": 8, "recompute": "full", "dtype": "bfloat16",
-    "device": "cuda", "schedules": "sync,oases@2,oases,auto", "iterations": 5,
+_COMMON: dict[str, Any] = {
+    "batch": 8, "dtype": "bfloat16", "device": "cuda", "schedules": "sync,oases@2,oases,auto", "iterations": 5,
 }  # fmt: skip
-"""Layers as wide as those of a GPT of 1.3 billion parameters; six of its 24 say the same in a quarter of the time."""
+GPTS: dict[str, dict[str, Any]] = {
+    "GPT 1.3B": _COMMON | {"hidden": 2048, "heads": 16, "layers": 6, "sequence": 1024, "recompute": "full"},
+    "GPT 6.7B": _COMMON | {"hidden": 4096, "heads": 32, "layers": 16, "sequence": 2048},
+}
+"""Layers as wide as those of two GPTs. What is exposed at the ends of a pass weighs more where layers are fewer."""
 TENSOR_PARALLEL = 4
 RATIOS = (0.5, 1.0)
 """Communication over compute."""
 KERNELS = ("norm epilogue", "bias + GELU", "SwiGLU", "permute", "sketch encode")
-WIDE: dict[str, Any] = GPT_1B3 | {"hidden": 4096, "heads": 32, "layers": 2, "schedules": "oases", "recompute": "none"}
+WIDE: dict[str, Any] = GPTS["GPT 6.7B"] | {"layers": 2, "schedules": "oases"}
 """Layers at whose width the host must be faster than the GPU."""
+SEQUENCES = (1024, 2048, 4096)
+"""Tokens per sample of them."""
 NOT_WORK = ("watch_clock", "ncclDevKernel")
 """Kernels that wait, for a simulated link or for other ranks."""
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 20) -> float:
-    """Median time of `work` on the GPU."""
-    times = []
+    """Median time of `work` on the GPU, which is held until its host has queued it."""
+    clock, times = Clock(torch.device("cuda")), []
     for _ in range(repetitions + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        clock.hold("work")
+        start = clock.mark()
         work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        end = clock.mark()
+        clock.queued("work")
+        times.append(clock.seconds(start, end))
     return statistics.median(times[3:])
 
 
@@ -107,7 +114,7 @@ def expert_permute(copy: float) -> Result:
     x = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(experts, (tokens, k), device="cuda")
     with torch.no_grad():
-        return _beside(copy, 2 * k * x.nbytes, seconds(lambda: permute.permute(x, ids, experts)))
+        return _beside(copy, 2 * k * x.nbytes, seconds(lambda: permute.permute(x, ids, experts, check=False)))
 
 
 def encode(copy: float) -> Result:
@@ -135,9 +142,10 @@ def chunked_matmul() -> Result:
     return {"seconds": whole, "cut_seconds": cut, "of_whole": whole / cut, "flops": 2 * size**3 / whole}
 
 
-def host_beside_gpu() -> Result:
+def host_beside_gpu(sequence: int) -> Result:
     """Host time and GPU time of an op of a wide stack's list, and the share of a step in which the GPU computes."""
-    result: Result = run_ranks(_host_beside_gpu, (OverlapBenchConfig(**WIDE),), _ranks(1e12))
+    config = OverlapBenchConfig(**WIDE | {"sequence": sequence})
+    result: Result = run_ranks(_host_beside_gpu, (config,), _ranks(1e12))
     return result
 
 
@@ -178,9 +186,9 @@ def busy_seconds(kernels: Iterable[tuple[str, float, float]]) -> float:
     return total / 1e6
 
 
-def hidden(ratio: float) -> Result:
-    """The overlap benchmark where communication takes `ratio` of the compute."""
-    config, around = OverlapBenchConfig(**GPT_1B3), Ranks(TENSOR_PARALLEL)
+def hidden(model: str, ratio: float) -> Result:
+    """The overlap benchmark of a model of GPTS where communication takes `ratio` of the compute."""
+    config, around = OverlapBenchConfig(**GPTS[model]), Ranks(TENSOR_PARALLEL)
     first = replace(config, schedules="sync", iterations=3)
     probe = run_ranks(run_overlap_bench, (first, around, False), _ranks(1e12))
     reduced = 2 * 2 * config.layers * config.batch * config.sequence * config.hidden * torch.bfloat16.itemsize
@@ -222,16 +230,21 @@ def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
         "permute": lambda: expert_permute(copy),
         "sketch encode": lambda: encode(copy),
         "product cut in two": chunked_matmul,
-        "host beside GPU": host_beside_gpu,
+        **{f"host beside GPU, sequence {each}": partial(host_beside_gpu, each) for each in SEQUENCES},
+        **{name: partial(hidden, *cell) for name, cell in _overlaps().items()},
     }
-    for ratio in RATIOS:
-        parts[f"overlap at communication = {ratio} x compute"] = lambda ratio=ratio: hidden(ratio)  # type: ignore[misc]
     for name, measure in parts.items():
         on_step(name)
         result[name] = measure()
     if config.report is not None:
         write_text(config.report, markdown(result), "--report")
     return result
+
+
+def _overlaps() -> dict[str, tuple[str, float]]:
+    return {
+        f"{model}, communication = {ratio} x compute": (model, ratio) for model in GPTS for ratio in reversed(RATIOS)
+    }
 
 
 def machine() -> dict[str, str]:
@@ -266,17 +279,18 @@ def markdown(result: Result) -> str:
         f"| product of 8192 cubed, bf16 | {product['flops'] / 1e12:.0f} TFLOP/s | "
         f"cut in two {product['of_whole']:.3f} |"
     ]
-    host = result["host beside GPU"]
-    lines += [
-        f"| host per op at hidden {WIDE['hidden']} | {1e6 * host['host_seconds_per_op']:.0f} us | GPU "
-        f"{1e6 * host['gpu_seconds_per_op']:.0f} us per op, busy {host['busy']:.2f} of the step |"
-    ]
-    for ratio in RATIOS:
-        overlap = result[f"overlap at communication = {ratio} x compute"]
-        for name, row in overlap["schedules"].items():
+    for each in SEQUENCES:
+        host = result[f"host beside GPU, sequence {each}"]
+        what = f"host per op, hidden {WIDE['hidden']}, sequence {each}"
+        lines += [
+            f"| {what} | {1e6 * host['host_seconds_per_op']:.0f} us | GPU "
+            f"{1e6 * host['gpu_seconds_per_op']:.0f} us per op, busy {host['busy']:.2f} of the step |"
+        ]
+    for cell in _overlaps():
+        for name, row in result[cell]["schedules"].items():
             share = "-" if row["hidden"] is None else f"{row['hidden']:.2f}"
             lines += [
-                f"| {name}, communication = {ratio} x compute | {1e3 * row['step_seconds']:.1f} ms | hidden {share}, "
+                f"| {cell}: {name} | {1e3 * row['step_seconds']:.1f} ms | hidden {share}, "
                 f"{row['of_ideal']:.2f} of the ideal |"
             ]
     return "\n".join(lines) + "\n"

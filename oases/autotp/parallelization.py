@@ -45,6 +45,7 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size, resolve
+from oases.execution.piece import require_compiler
 from oases.execution.wire import WireType, quantised_type, wire_type
 from oases.parallel.expert_groups import EXPERT_MODES
 from oases.parallel.guards import register_stage
@@ -133,6 +134,7 @@ def parallelize(
     experts, expert_parallel = planned_experts(plan, experts, expert_parallel)
     dtype = planned_dtype(plan, dtype)
     require_dtype(dtype)
+    require_compiler(compile)
     recompute, wire = stack_options.get("recompute", "none"), stack_options.get("wire_dtype")
     steps = pipeline_options(mesh, plan, pipeline, micro_batches, recompute, fsdp=fsdp, zero=zero, dtype=dtype)
     steps = _with_wires(steps, mesh, gradient_wire, pipeline_wire, wire)

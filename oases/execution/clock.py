@@ -40,8 +40,12 @@ class Clock:
         self._began = time.perf_counter()
 
     def queued(self, of: Hashable) -> None:
-        """Note that the host has queued the work that `hold` named last."""
-        self._queueing[of] = time.perf_counter() - self._began
+        """Note that the host has queued the work that `hold` named last.
+
+        The least time counts: a host that waits for the device meanwhile takes as long as the device is held, too.
+        """
+        took = time.perf_counter() - self._began
+        self._queueing[of] = min(took, self._queueing.get(of, took))
 
     def mark(self) -> Any:
         """Current time: seconds of the monotonic clock, or an event recorded on the current stream."""

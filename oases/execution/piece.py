@@ -17,12 +17,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from oases.errors import UsageError
 from oases.extension import Leaves, Piece, generator_mark
 
-__all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "recorded"]
+__all__ = [
+    "BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "recorded",
+    "require_compiler",
+]  # fmt: skip
 
 # By block: its methods, compiled with the block's options.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+def require_compiler(name: str | None) -> None:
+    """Raise UsageError unless `name` is None or a backend of torch.compile."""
+    if name is not None and name not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
 
 
 def method_of(block: nn.Module, name: str) -> Callable[..., Any]:

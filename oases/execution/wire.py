@@ -219,8 +219,11 @@ def _carriers_of(group: ProcessGroup) -> _Carriers:
     created = {device: (name, _created_by(name)) for device, name in backends.items()}
     found = {device: (name, create) for device, (name, create) in created.items() if create is not None}
     first = [device for device in ("cpu",) if device in found]
-    others = [device for device in found if device != "cpu" and found[device][0] != found.get("cpu", ("",))[0]]
-    # Backends of accelerators carry their tensors alone; gloo says that it carries some, by copies.
+    # gloo says that it carries tensors of some accelerators, by copies.
+    others = [
+        device for device, (name, _) in found.items()
+        if device != "cpu" and name != "gloo" and torch.get_device_module(device).is_available()
+    ]  # fmt: skip
     return {device: found[device] for device in first + others[:1]}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError, make_folder
+from oases.execution.piece import require_compiler
 from oases.execution.wire import QUANTISED, WireType, wire_type
 from oases.launch.ranks import restart_count
 from oases.limits import flag_of
@@ -25,7 +26,7 @@ from oases.train.instructions import Instructions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard, require_wandb
-from oases.train.model_options import Degrees, option, require_compiler, require_device, require_known, require_types
+from oases.train.model_options import Degrees, option, require_device, require_known, require_types
 from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
 from oases.train.tokenizer import load_tokenizer, require_rows
@@ -182,7 +183,7 @@ class TrainConfig(ExpertOptions):
         if self.learning_rate == 0:
             raise UsageError(f"learning_rate must be above 0, got {self.learning_rate}")
         require_device(self.device)
-        require_compiler(self.compile)
+        require_compiler(None if self.compile == "none" else self.compile)
         self._require_survival()
 
     @property

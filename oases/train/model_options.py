@@ -231,13 +231,6 @@ def require_known(config: Any, known: Mapping[str, Iterable[Any]], *, or_file: b
             raise UsageError(f"unknown {name} {value!r}; known are {', '.join(map(str, among))}{more}")
 
 
-def require_compiler(name: str) -> None:
-    """Raise UsageError unless `name` is none or a torch.compile backend."""
-    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
-        known = ", ".join(torch.compiler.list_backends())
-        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
-
-
 def require_device(device: str) -> None:
     """Raise UsageError for cuda where torch finds no GPU."""
     if device == "cuda" and not torch.cuda.is_available():

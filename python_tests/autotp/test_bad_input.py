@@ -93,7 +93,12 @@ def hidden_state_of_a_hook():
     model.train_step(**batch("llama"))
 
 
+def compiled_by_true():
+    oases.parallelize(build("llama"), compile=True)
+
+
 ERRORS = {
+    compiled_by_true: "unknown compile True; known are none, .*inductor",
     stages_with_other_batches: r"train_step\(\): ranks 0 and 1, of one replica, were given different batches; give",
     mesh_of_another_plan: "plan: it is for pp 2 x dp 1 x tp 1, the mesh has pp 1 x dp 2 x tp 1; leave mesh out",
     type_of_another_plan: "plan: it is for a model in torch.bfloat16, and dtype is torch.float32; leave dtype out",

@@ -3,33 +3,45 @@
 An accelerator for tests, on the CPU: its streams are threads, its memory is poisoned when it is freed, and its
 backend waits as NCCL does. What is right only because the host waits for the device, or a stream for another, is
 found on any machine.
+
+With OASES_TEST_DEVICE=cuda ranks have GPUs instead, which they may share, and tests that ask the virtual device for
+what no GPU tells are left out: `make test-gpu`.
 """
 
 import contextlib
 import importlib.machinery
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
 import types
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from build_tools import objects
 from build_tools.objects import Unit
+from oases.launch.ranks import _CUDA
 
 NAME = "virtual"
 FOLDER = objects.BUILD / "virtual_device"
 LIBRARY = FOLDER / "virtual_device.so"
 TIMEOUT = timedelta(seconds=60)
+ON_GPUS = os.environ.get("OASES_TEST_DEVICE") == "cuda"
+if ON_GPUS:  # as in ranks that oases starts
+    os.environ |= _CUDA | os.environ
+virtual_only = pytest.mark.skipif(ON_GPUS, reason="asks for counts, costs, faults or numbers of the virtual device")
 
 
 def build() -> None:
     """Compile the module, if its sources have changed."""
     from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
+    if ON_GPUS:
+        return
     headers = [option for path in include_paths() for option in ("-isystem", path)]
     options = ("-std=c++20", "-O1", "-g0", "-Wall", "-fPIC", "-DTORCH_EXTENSION_NAME=virtual_device")
     includes = ("-DTORCH_API_INCLUDE_EXTENSION_H", *headers, "-isystem", sysconfig.get_path("include"))
@@ -98,6 +110,8 @@ def staged_group() -> dist.ProcessGroup:
     """Make a group of all ranks that moves tensors of the device by the backend `staged`. Collective."""
     from oases.extension import register_stream_words
 
+    if ON_GPUS:
+        return dist.new_group(backend="cpu:gloo,cuda:staged", timeout=TIMEOUT)
     module = loaded()
     if not hasattr(module, "words"):
         module.words = module.stream_words()
@@ -105,18 +119,29 @@ def staged_group() -> dist.ProcessGroup:
     return dist.new_group(backend=f"cpu:gloo,{NAME}:staged", timeout=TIMEOUT)
 
 
-def take() -> tuple[types.ModuleType, torch.device]:
+class Gpu:
+    """GPUs of a rank in the place of the module: nothing is delayed, and nothing has a cost, but what it takes."""
+
+    @staticmethod
+    def set_delays(seconds: float, seed: int = 0) -> None:
+        """GPUs have delays of their own."""
+
+
+def take() -> tuple[types.ModuleType | Gpu, torch.device]:
     """Make the device, of this rank's number, that of a rank of a pool and of its default group; once.
 
     The module, without costs and delays, and the device.
     """
-    module = loaded()
-    module.set_costs()
-    module.set_delays(0.0)
-    if NAME not in dist.get_backend_config():
+    name = "cuda" if ON_GPUS else NAME
+    if not ON_GPUS:
+        loaded().set_costs()
+        loaded().set_delays(0.0)
+    if name not in dist.get_backend_config():
         rank, size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
-        dist.init_process_group(f"cpu:gloo,{NAME}:{NAME}", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    torch.accelerator.set_device_index(dist.get_rank())
-    return module, torch.device(NAME, dist.get_rank())
+        backend = f"cpu:gloo,{name}:{'staged' if ON_GPUS else NAME}"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    index = dist.get_rank() % torch.cuda.device_count() if ON_GPUS else dist.get_rank()
+    torch.accelerator.set_device_index(index)
+    return Gpu() if ON_GPUS else loaded(), torch.device(name, index)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = device.virtual_only
+
 
 def key(name):
     """The key of a test in the default store, which ranks set and wait for."""

@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 
+import device
 import pytest
 
 from build_tools import gpu_day, objects
 
 
 @pytest.mark.long
+@device.virtual_only
 def test_kernels_run_on_the_virtual_device(virtual_device):
     """In a process of its own: an accelerator that torch knows of is that of all tests."""
     here = objects.ROOT / "python_tests"

@@ -70,6 +70,7 @@ def compare_experts(kind):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@device.virtual_only
 def test_the_host_waits_once_in_a_layer_of_experts(two_virtual):
     assert two_virtual.run(counts_waits) == [[1, 0]] * 2
 

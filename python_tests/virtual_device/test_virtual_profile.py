@@ -1,5 +1,6 @@
 """Profiles on an accelerator whose host is slower than it: times of ops are the device's."""
 
+import time
 from dataclasses import asdict
 
 import device
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases.execution.clock import Clock
 from oases.profile.compute import BlockBench
 from oases.profile.config import ProfileConfig
 
@@ -15,6 +17,7 @@ LONG = 1e5
 
 
 @pytest.mark.long
+@device.virtual_only
 def test_ops_do_not_take_as_long_as_their_host(two_virtual):
     for fast, held, starved in two_virtual.run(profiles):
         assert held == pytest.approx(fast, rel=1e-6)
@@ -38,3 +41,30 @@ def profiles():
     torch.accelerator.synchronize()
     module.set_costs()
     return found
+
+
+@device.virtual_only
+def test_work_that_waits_for_the_device_is_not_held_ever_longer(two_virtual):
+    for held in two_virtual.run(holds_what_waits):
+        assert len(held) == 5
+        assert held == sorted(held, reverse=True)
+
+
+def holds_what_waits():
+    """Cycles that the device was held before each run of work whose host waits for it."""
+    module, place = device.take()
+    clock, held = Clock(place), []
+
+    def sleep(cycles):
+        held.append(cycles)
+        module.sleep(1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.virtual, "_sleep", sleep, raising=False)
+        for _ in range(6):
+            clock.hold("work")
+            torch.accelerator.synchronize()
+            if held:
+                time.sleep(0.01)  # as long as the device is held, which the virtual one's host need not wait for
+            clock.queued("work")
+    return held

@@ -47,6 +47,7 @@ def compare_with_the_cpu(options, seeds):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@device.virtual_only
 def test_a_wait_that_is_left_out_is_found(two_virtual):
     worst, _ = two_virtual.run(leaves_waits_out)
     assert not worst < 1e-3, "NaN, or wrong"
@@ -71,6 +72,7 @@ def leaves_waits_out():
 
 
 @pytest.mark.long
+@device.virtual_only
 def test_statistics_are_true(two_virtual):
     for schedule in ("sync", "oases"):
         for op_seconds, link_seconds in ((0.01, 0.5), (0.01, 0.05), (0.5, 0.5)):
@@ -249,6 +251,7 @@ def group_of_a_meter():
 
 
 @pytest.mark.long
+@device.virtual_only
 def test_events_and_memory_do_not_grow(two_virtual):
     for few, many, per_step in two_virtual.run(counts_after_steps, 2, 20):
         assert many["events"] - few["events"] <= 4 * per_step, "those of one step may not have been read yet"
@@ -269,6 +272,7 @@ def counts_after_steps(few, many):
 
 
 @pytest.mark.slow
+@device.virtual_only
 def test_ten_thousand_collectives_leave_nothing_behind(two_virtual):
     for few, many in two_virtual.run(starts_collectives, 1000, 10000):
         assert many["events"] - few["events"] <= 4 * 100, "those since the host last waited"

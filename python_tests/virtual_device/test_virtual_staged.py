@@ -219,6 +219,7 @@ def compare_a_stack(options, seeds):
     assert scheduler_of(group).totals()
 
 
+@device.virtual_only
 def test_the_host_does_not_wait(two_virtual):
     assert two_virtual.run(runs_ahead) == [0, 0]
 
@@ -299,6 +300,7 @@ def adds_again_and_again(seeds):
     return wrong
 
 
+@device.virtual_only
 def test_nothing_grows(two_virtual):
     for before, after in two_virtual.run(counts_of_calls):
         assert after["events"] <= before["events"], "of 300 collectives"
@@ -334,6 +336,7 @@ def pinned_memories():
     return device.loaded().counts()["pinned"]
 
 
+@device.virtual_only
 def test_what_it_has_not_names_a_remedy(two_virtual):
     for said in two_virtual.run(asks_for_more):
         anyone, operation, other = said

@@ -131,6 +131,7 @@ def sends_another_size():
     return said.splitlines()[0]
 
 
+@device.virtual_only
 def test_a_rank_that_changes_its_device_is_named_on_all(two_virtual):
     for said in two_virtual.run(changes_its_device):
         assert "rank 1 gave this group a tensor on" in said
@@ -161,6 +162,7 @@ def error_of(start):
 
 @pytest.mark.long
 @pytest.mark.parametrize("message", [False, True])
+@device.virtual_only
 def test_a_rank_whose_streams_cannot_be_made_is_named_on_all(virtual_device, message):
     with RankPool(2) as pool:
         for said in pool.run(lacks_words, message):
@@ -181,6 +183,7 @@ def lacks_words(message):
     return error_of(lambda: dist.irecv(x, group=group, group_src=1))
 
 
+@device.virtual_only
 def test_a_group_of_a_broken_device_ends(two_virtual):
     assert two_virtual.run(ends_broken) == ["ended"] * 2
 

@@ -117,6 +117,7 @@ def count_waits():
     return waits, begun.elapsed_time(computed), begun.elapsed_time(summed)
 
 
+@device.virtual_only
 def test_neither_the_host_nor_compute_waits(two_virtual):
     """Two shots of a second each: the caller's stream comes to them in its wait, and no earlier."""
     for waits, compute, whole in two_virtual.run(count_waits):

@@ -77,6 +77,7 @@ unsigned __match_any_sync(unsigned mask, T value, int line = __builtin_LINE()) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline void __stwb(uint4* to, uint4 value) { *to = value; }
 inline unsigned long long atomicMin(unsigned long long* at, unsigned long long value) {
   ::emulated::access(at, sizeof *at, ::emulated::Use::atomic, __builtin_return_address(0));
