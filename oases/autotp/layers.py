@@ -22,6 +22,7 @@ from oases.autotp.export import leaves, running_without_data, without_data
 from oases.autotp.module_snapshot import activate_adapters, assigned_attributes
 from oases.autotp.watched_call import changed_arguments
 from oases.errors import UsageError
+from oases.graph.trace.as_run import masks_as_run
 from oases.graph.trace.configuration import sample_inputs
 
 Ops = tuple[str, ...]
@@ -232,7 +233,7 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
     handles = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
     handles += [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with running_without_data(), recorder.watching():
+        with running_without_data(), masks_as_run(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
             given_back = model(*args, **kwargs)
     except Exception as error:  # a model's forward may raise anything

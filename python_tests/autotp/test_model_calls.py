@@ -294,3 +294,21 @@ def test_one_key_head_that_all_queries_share(two_ranks):
     for loss, (gradients, name) in two_ranks.run(of_one_key_head):
         assert loss < 1e-5
         assert gradients < 1e-5, name
+
+
+def graphs_of_steps():
+    """Numbers of graphs of a layer: at parallelize(), after steps without padding, after one with it."""
+    model = build("llama", rms_norm_eps=3e-5)  # layers of which no other test has traces
+    oases.parallelize(model)
+    (layers,) = model.oases_partition.layers
+    programs = layers.runner.layers[0].signature.programs
+    found = [sum(map(len, programs.values()))]
+    for mask in (None, torch.ones(4, 10, dtype=torch.long), batch("llama")["attention_mask"]):
+        data = batch("llama") | {"attention_mask": mask}
+        model(**data).loss.backward()
+        found.append(sum(map(len, programs.values())))
+    return found
+
+
+def test_steps_without_padding_run_the_graphs_that_parallelize_traced(two_ranks):
+    assert two_ranks.run(graphs_of_steps) == [[1, 1, 1, 2]] * 2

@@ -24,6 +24,8 @@ ranks.
 
 _ASKED = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
 """Functions that transformers' layers import to ask whether they are exported."""
+_PACKED = "find_packed_sequence_indices"
+"""Function by which transformers' masks ask for the texts that position ids are of."""
 
 
 class CallCounter(TorchFunctionMode):
@@ -70,6 +72,25 @@ def traced_as_run(module: nn.Module) -> Iterator[None]:
     finally:
         for names, functions in zip(asking, before, strict=True):
             names.update(functions)
+
+
+@contextmanager
+def masks_as_run() -> Iterator[None]:
+    """Context in which models of transformers make of samples without data the masks that they make of real ones.
+
+    Without a mask they look whether position ids are those of packed texts, and where those have no data, make the
+    mask of packed texts; layers have none where they run on texts that are not packed.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    names = {} if masking is None or not hasattr(masking, _PACKED) else vars(masking)
+    before = names.get(_PACKED)
+    if names:
+        names[_PACKED] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        if names:
+            names[_PACKED] = before
 
 
 @contextmanager
