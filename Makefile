@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_tools/*.py)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes of the tests would compile the same files again where this is set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 

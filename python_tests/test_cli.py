@@ -191,6 +191,7 @@ def test_train_saves_and_resumes(capfd, tmp_path):
     assert "nothing is left to do" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_demo_runs_without_a_shaped_link(capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(testbed, "why_impossible", lambda rate, nodes=1: "user namespaces are off")
     path = tmp_path / "d.json"

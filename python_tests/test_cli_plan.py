@@ -48,6 +48,7 @@ def planned(quick, tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.long
 def test_plan_writes_what_train_executes(capsys, tmp_path):
     path = tmp_path / "plan.json"
     cli.main(["plan", *GIVEN, "--json", str(path)])
@@ -219,7 +220,11 @@ def test_neither_command_needs_torch():
         ([*GIVEN, "--degrees", "0"], ["--degrees must be at least 1, got 0"]),
         ([*GIVEN, "--degrees", "3"], ["16 samples", "4 ranks", "degrees that the model allows are 1, 2, 4"]),
         ([*GIVEN, "--micro-batches", "-1"], ["--micro-batches"]),
-        ([*GIVEN, "--memory", "2MiB"], ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"]),
+        pytest.param(
+            [*GIVEN, "--memory", "2MiB"],
+            ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"],
+            marks=pytest.mark.long,  # the search for what would fit
+        ),
         ([*GIVEN, "--json", "/dev/null/x.json"], ["'/dev/null'", "a file is in the way"]),
     ],
 )
@@ -295,6 +300,7 @@ def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
     assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")
 
 
+@pytest.mark.long
 def test_a_plan_in_bfloat16_can_be_executed_and_one_in_float16_cannot(capsys, tmp_path):
     path = tmp_path / "plan.json"
     cli.main(["plan", *GIVEN, "--dtype", "bfloat16", "--json", str(path)])

@@ -93,6 +93,7 @@ def test_torchrun_prints_what_the_page_says(tmp_path):
     assert run(tmp_path / script, folder=tmp_path) == printed_after(page, f"torchrun --nproc-per-node 2 {script}")
 
 
+@pytest.mark.long
 def test_a_page_prints_what_it_says(tmp_path, script_ranks):
     page, script = "docs/models.md", "tagger.py"
     (code,) = (block for block in blocks(page, "python") if "class Tagger" in block)

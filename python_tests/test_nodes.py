@@ -120,12 +120,14 @@ def places():
     return everyone
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_ranks_can_tell_where_they_are(told):
     where = f"{LINK} between 2 nodes"
     assert told[0] == [[str(r), str(r % 2), "2", str(r // 2), "2", where] for r in range(4)]
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_staged_sends_a_nodes_sum_once(told):
     by = told[1]

@@ -79,6 +79,7 @@ def test_a_simulated_link_is_found_again(tmp_path, capfd):
     assert os.listdir(tmp_path) == ["h.json"]
 
 
+@pytest.mark.long
 def test_one_process_for_all_ranks_and_more_shapes_in_one_file(tmp_path, capfd):
     path = tmp_path / "h.json"
     command = ("--tp", "4", "--backend", "sim:alpha=1us,bandwidth=1GB/s,single_process", "--json", str(path))

@@ -81,6 +81,7 @@ def test_any_order_that_respects_the_needs_is_valid_and_round_trips(schedule, ra
     assert parse_schedule(format_schedule(other)) == other
 
 
+@pytest.mark.long
 @PLAIN
 @given(st.one_of(BLOCKS, EXPERTS, STAGES))
 def test_a_simulated_step_scales_with_its_costs(schedule):

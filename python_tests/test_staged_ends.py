@@ -120,6 +120,7 @@ def holders(inodes: set[int]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_waits_of_the_others():
     store = loopback_store()
     for group in (0, 1):

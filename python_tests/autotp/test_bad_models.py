@@ -198,7 +198,7 @@ def message(name):
     return said(CASES[name][0])
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6, 12)
 @pytest.mark.parametrize("name", CASES)
 def test_a_clear_error(two_ranks, name):
     for text in two_ranks.run(message, name):

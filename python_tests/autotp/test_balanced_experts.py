@@ -170,6 +170,7 @@ def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, ch
         assert why in error
 
 
+@pytest.mark.long
 def test_experts_that_no_stack_runs_are_sharded_as_other_weights_or_refused(two_ranks):
     options = {"schedule": "layers", "fsdp": True, "expert_parallel": 2, "micro_batches": 2}
     for error in two_ranks.run(refused, "mixtral", {"pp": 1, "dp": 2, "tp": 1}, options, {}):

@@ -109,5 +109,6 @@ def check_refusals(folder):
         torch.save(state, f"{folder}.pt")
 
 
+@pytest.mark.long
 def test_shards_are_refused_where_they_would_pass_for_replicas(two_ranks, tmp_path):
     two_ranks.run(check_refusals, str(tmp_path / "saved"))

@@ -190,6 +190,7 @@ def other_plan():
     return parallel.oases_partition.plan_agrees, parallel.oases_partition.plan_differs
 
 
+@pytest.mark.long
 def test_where_the_plan_differs_the_report_says_so(two_ranks):
     for agree, differ in two_ranks.run(other_plan):
         assert agree == ["lm_head"]
@@ -310,5 +311,6 @@ def graphs_of_steps():
     return found
 
 
+@pytest.mark.long
 def test_steps_without_padding_run_the_graphs_that_parallelize_traced(two_ranks):
     assert two_ranks.run(graphs_of_steps) == [[1, 1, 1, 2]] * 2

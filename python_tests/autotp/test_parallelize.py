@@ -16,6 +16,7 @@ from oases.profile.memory import measure_memory
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
 def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
@@ -75,6 +76,7 @@ def moved_without_weights():
     return [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if not tensor.is_meta]
 
 
+@pytest.mark.long
 def test_a_model_without_weights_to_read_is_moved_to_the_device(two_ranks):
     assert two_ranks.run(moved_without_weights) == [[], []]
 
@@ -86,6 +88,7 @@ def saved_by_its_own_method(folder):
     model.save_pretrained(folder)
 
 
+@pytest.mark.long
 def test_a_models_own_way_to_save_writes_the_whole_model(two_ranks, tmp_path):
     two_ranks.run(saved_by_its_own_method, tmp_path / "saved")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
@@ -102,6 +105,7 @@ def as_planned(layers):
     return model.oases_partition.layers[0].schedule
 
 
+@pytest.mark.long
 def test_a_plan_says_schedule_and_recomputation(two_ranks):
     assert two_ranks.run(as_planned, 2) == ["cross_pass"] * 2
     with pytest.raises(RuntimeError, match="plan: it is for 3 layers, the model has 2 in lists"):

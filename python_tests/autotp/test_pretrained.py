@@ -93,6 +93,7 @@ def test_files_are_as_large_as_asked(tmp_path):
         save_pretrained(model, tmp_path / "saved", max_shard_bytes=0)
 
 
+@pytest.mark.long
 def test_a_rank_needs_the_memory_of_its_part_to_load_and_to_save(tmp_path):
     runs = []
     for name in "first", "second", "third":  # the kernel counts pages per processor, now and then tens of MB too many

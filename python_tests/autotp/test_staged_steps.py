@@ -156,6 +156,7 @@ def refused():
     return texts
 
 
+@pytest.mark.long
 def test_losses_that_no_weights_make_right_are_refused(two_ranks):
     for texts in two_ranks.run(refused):
         assert "a sum of 2 cross entropies" in texts["two"]

@@ -52,6 +52,7 @@ def check(results, recomputed=False, close=CLOSE):
 
 
 @pytest.mark.few(1)
+@pytest.mark.few(1, 5)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -29,6 +29,7 @@ def check_wrappers():
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.long
 def test_wrappers_that_take_shards_for_the_whole_are_refused(two_ranks):
     two_ranks.run(check_wrappers)
 
@@ -44,6 +45,7 @@ def check_pickling():
         assert torch.equal(model(**DATA).loss, loss)
 
 
+@pytest.mark.long
 def test_a_model_is_copied_and_not_pickled(two_ranks):
     two_ranks.run(check_pickling)
 

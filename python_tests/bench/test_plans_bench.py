@@ -113,6 +113,7 @@ def test_layers_run_as_the_blocks_that_they_are_planned_as(two_ranks, data):
         assert f"model.layers.0: it runs as {blocks[0]} blocks and was planned as {2 * blocks[0]}" in other
 
 
+@pytest.mark.long
 def test_an_emulated_device_has_the_times_of_its_rate():
     model = trace_layers(configured_model(LLAMA), sequence=8)
     hardware = emulated_hardware(cluster_called("2x4090")[0], model, (2,), 1e9)

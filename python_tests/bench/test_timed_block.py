@@ -110,6 +110,7 @@ def test_gradients_and_times_alone():
     check_times(1)
 
 
+@pytest.mark.long
 def test_gradients_on_two_ranks(two_ranks):
     two_ranks.run(check_all_schedules)
 

@@ -32,6 +32,7 @@ def test_one_set_of_assumptions_comes_near_the_charts():
     assert {each.model.hidden for each in results if each.tp == 8} == {6144, 8192, 12288}
 
 
+@pytest.mark.long
 def test_bridges_make_less_to_hide():
     results = simulated()
     for bridged, plain in zip(results[:7], results[7:], strict=True):

@@ -169,6 +169,7 @@ def test_a_change_of_parameters_is_seen(change):
     assert BlockParameters(block).current
 
 
+@pytest.mark.long
 def test_methods_are_those_of_the_block_compiled_or_not():
     block = Tied()
     assert method_of(block, "partial") == block.partial

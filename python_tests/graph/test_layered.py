@@ -104,6 +104,7 @@ def test_a_kind_is_traced_once_and_tells_all(name):
     assert told == [(number, len(found.kinds)) for number in range(1, len(found.kinds) + 1)]
 
 
+@pytest.mark.long
 def test_keys_and_experts_may_be_whole():
     """2 heads of keys, and 4 experts, over 4 and 8 ranks."""
     llama = model("llama")
@@ -113,6 +114,7 @@ def test_keys_and_experts_may_be_whole():
     assert [(each.units, each.parameters) for each in experts] == [(4, 4 * 3 * 64 * 160)]
 
 
+@pytest.mark.long
 def test_a_pair_with_a_norm_over_all_its_features_is_whole_and_part_of_the_next_block():
     for name in ("olmoe", "olmo2"):
         (block,) = model(name).kinds[0].blocks
@@ -156,6 +158,7 @@ def test_kept_activations_are_those_that_torch_saves(name, options):
     assert counted == pytest.approx((found[1] - found[0]) / 2, rel=0.1)
 
 
+@pytest.mark.long
 def test_what_crosses_between_layers():
     """T5's decoder reads the encoder's result in every layer, and hands the position bias of its first one on."""
     unit, bias = 16 * 64 * 4, 4 * 16 * 16 * 4
@@ -164,6 +167,7 @@ def test_what_crosses_between_layers():
     assert [each.before for each in model("t5").outside] == [0, 3, 6]
 
 
+@pytest.mark.long
 def test_tied_tables_count_once_per_stage():
     tied, untied = model("gpt2"), model("llama")
     table = 96 * 64
@@ -197,6 +201,7 @@ def test_graphs_models_and_configurations_are_planned_alike(tmp_path):
         model_of(wanted, sequence=32)
 
 
+@pytest.mark.long
 def test_in_another_dtype_bytes_halve():
     half = model_of(built("llama"), sequence=16, dtype="bfloat16")
     assert isinstance(half, LayeredModel)

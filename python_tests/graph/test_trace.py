@@ -258,6 +258,7 @@ def test_a_layer_with_too_many_calls_is_refused_with_a_remedy():
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
+@pytest.mark.long
 def test_layers_are_traced_as_they_run():
     """The form of Qwen3-Next for exporting has a loop over the 64 rows of a triangle, of some ten calls each."""
     sizes = {**S, "head_dim": 8, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4,

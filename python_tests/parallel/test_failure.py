@@ -298,6 +298,7 @@ def check_silent():
             step(stack, x)
 
 
+@pytest.mark.long
 def test_the_group_is_aborted_where_a_rank_does_not_answer():
     with RankPool(2) as ranks:
         ranks.run(check_silent)

@@ -41,6 +41,7 @@ def check_compile():
         torch.testing.assert_close(traced, eager)
 
 
+@pytest.mark.long
 def test_compile_fullgraph(two_ranks):
     two_ranks.run(check_compile)
 

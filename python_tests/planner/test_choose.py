@@ -52,6 +52,7 @@ def every_prediction(link_scale, contention):
 WORLDS = list(itertools.product([1.0, 1.3], [None, 0.85, 0.7], [0.1, 1.0, 20.0]))
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(  # every second one; all pairs are among them
     ("contention", "share", "link_scale"),

@@ -57,6 +57,7 @@ def check(chain: Chain, **how) -> str:
     return solution.method
 
 
+@pytest.mark.long
 def test_random_chains_against_every_choice():
     methods = {check(random_chain(seed)) for seed in range(600)}
     assert methods == {"infeasible", "shortest path", "dual bound", "labels"}

@@ -135,6 +135,7 @@ def test_policies_that_are_none(text, message):
 LONG = replace(MODEL, layers=96)
 
 
+@pytest.mark.long
 def test_memory_is_evened_out_and_the_step_is_faster():
     """Four stages of 24 layers each: the last within 10 % of the first, the step faster by what is not recomputed."""
     predictor, plan = Predictor(HARDWARE, stack_only=True), plan_of(model=LONG, micro_batches=32)

@@ -186,6 +186,7 @@ def test_experts_over_more_ranks_take_less_memory_and_all_to_alls():
     assert shape.with_expert_parallel(8).routed_bytes(kind, 2, 1) == 64 * 8 * 256 * 4 / 2
 
 
+@pytest.mark.long
 def test_tokens_stay_inside_a_node_where_the_experts_do():
     hardware, _ = cluster_called("2x8x3090")
     schedule = generate("oases", 1, 2)

@@ -40,6 +40,7 @@ def test_two_ranks_fit_as_one(two_ranks, name, shape):
         assert model.objective_ == pytest.approx(one.objective_, rel=1e-8)
 
 
+@pytest.mark.long
 def test_a_rank_may_lack_a_class(two_ranks):
     x, y = drawn(60, 5)
     order = np.argsort(y)

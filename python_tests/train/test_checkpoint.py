@@ -133,6 +133,7 @@ def two_steps_more(corpus, folder, plan):
     return losses[:2]
 
 
+@pytest.mark.long
 def test_one_process_then_two_then_two_by_two(two_ranks, four_ranks, corpus, alone, tmp_path):
     folder = str(tmp_path / "checkpoints")
     losses = two_steps_more(corpus, folder, None)
@@ -159,7 +160,7 @@ def harm(file, how):
     file.write_bytes(content)
 
 
-@pytest.mark.few(5, 100)
+@pytest.mark.few(3, 100)
 @pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_broken_newest_is_skipped_and_named(corpus, alone, saved, tmp_path, name, how):
@@ -369,6 +370,7 @@ def saves(corpus, folder):
     Trainer(dataclasses.replace(CONFIG, data=corpus, steps=1, checkpoint=folder)).train()
 
 
+@pytest.mark.long
 def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
     folder, file = str(tmp_path / "checkpoints"), tmp_path / "model.safetensors"
     two_ranks.run(saves, corpus, folder)

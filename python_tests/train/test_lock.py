@@ -197,6 +197,7 @@ def refused(data, folder):
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_second_run_is_refused_on_all_ranks_and_touches_nothing(two_ranks, corpus, tmp_path):
     folder = tmp_path / "run"
     mine = Trainer(config(corpus, str(folder)))

@@ -84,6 +84,7 @@ def test_a_single_layer_trains(two_ranks, single_layer, corpus, degrees, changes
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 def test_stages_of_a_single_layer_are_refused(single_layer):
     with pytest.raises(UsageError, match=r"2 stages are more than the 1 layer; give fewer stages$"):
         Run.of(config_of(single_layer, degrees=Degrees(1, 2, 1)), 2)

@@ -82,6 +82,7 @@ def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, plain_run):
     four_ranks.run(check_equal, DEGREES.to_json(), corpus, plain_run, "none")
 
 
+@pytest.mark.long
 def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, plain_run):
     whole = sum(tensor.numel() for tensor in plain_run[3].values())
     plan = plan_of(4, (4, 1), fsdp=True)

@@ -47,6 +47,7 @@ def test_events_read_back(corpus, tmp_path):
         assert found[tag] == [(step, pytest.approx(value, rel=1e-6)) for step, value in values]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_has_each_step_once(corpus, tmp_path):
     folder, saved = tmp_path / "curves", tmp_path / "checkpoints"
     given = VALUES | {"data": corpus, "steps": 6, "tensorboard": str(folder), "checkpoint": str(saved)}

@@ -160,6 +160,7 @@ def test_memory_of_a_run_that_was_resumed_from_a_checkpoint(two_ranks, corpus, t
         assert losses == again
 
 
+@pytest.mark.long
 def test_the_later_of_memory_and_checkpoint(corpus, tmp_path):
     """And no step behind the log's last, which would leave a hole in it."""
     log, folder = tmp_path / "log", tmp_path / "run"

@@ -260,6 +260,7 @@ def test_a_leap_of_the_loss():
 # --- the log ---
 
 
+@pytest.mark.long
 def test_a_log_goes_on_without_a_step_twice(corpus, alone, tmp_path):
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
     result = trainer_of(corpus, checkpoint=str(folder), checkpoint_every=2, step_log=str(log)).train()

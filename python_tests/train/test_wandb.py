@@ -57,6 +57,7 @@ def test_the_values_of_every_step(runs, corpus):
     assert run.code == 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_continues_the_run(runs, corpus, tmp_path):
     given = VALUES | {"data": corpus, "steps": 4, "checkpoint": str(tmp_path / "saved")}
 

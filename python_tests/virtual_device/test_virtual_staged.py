@@ -300,6 +300,7 @@ def adds_again_and_again(seeds):
     return wrong
 
 
+@pytest.mark.long
 @device.virtual_only
 def test_nothing_grows(two_virtual):
     for before, after in two_virtual.run(counts_of_calls):

@@ -183,6 +183,7 @@ def lacks_words(message):
     return error_of(lambda: dist.irecv(x, group=group, group_src=1))
 
 
+@pytest.mark.long
 @device.virtual_only
 def test_a_group_of_a_broken_device_ends(two_virtual):
     assert two_virtual.run(ends_broken) == ["ended"] * 2
