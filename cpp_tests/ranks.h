@@ -61,8 +61,8 @@ inline at::Tensor numbers(int rank, int64_t count) {
   return at::arange(count, at::kFloat).remainder(13) + rank;
 }
 
-// Calls body(rank, group, name) on `size` threads, joined by gloo over a HashStore. The name is registered for ops; every rank has its own,
-// because the registry belongs to the process. wrap: wraps each rank's gloo backend.
+// Calls body(rank, group, name) on `size` threads, joined by gloo over a HashStore. The name is registered for
+// ops; every rank has its own, because the registry belongs to the process. wrap: wraps each rank's gloo backend.
 inline void run_ranks(int size, const std::function<void(int, const Group&, const std::string&)>& body,
                       const Wrap& wrap = nullptr) {
   static std::atomic<int> runs{0};

@@ -181,3 +181,20 @@ def run_stacks():
 
 def test_a_stack_with_quantised_sums(two_virtual):
     two_virtual.run(run_stacks)
+
+
+def sums_over_staged():
+    """A sum of int8 on the device and on the CPU, of a group with `staged` for both."""
+    _, place = device.take()
+    device.staged_group()  # lets it wait for words on this device
+    group = dist.new_group(backend=f"cpu:staged,{place.type}:staged", timeout=device.TIMEOUT)
+    add_wire(group, "int8")
+    scheduler, x = scheduler_of(group), numbers(700)
+    there = x.to(place)
+    for each in (x, there):
+        scheduler.wait(scheduler.all_reduce(each, "sum", wire="int8"))
+    return torch.equal(there.cpu(), x)
+
+
+def test_one_backend_for_both_kinds_of_tensors_carries_both(two_virtual):
+    assert two_virtual.run(sums_over_staged) == [True, True]
