@@ -122,7 +122,12 @@ def _autocast(device: str) -> torch.dtype | None:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Shape of a graph node; a dynamic dimension has its traced length."""
-    return tuple(length if isinstance(length, int) else length.node.hint for length in value.meta["val"].shape)
+    return tuple(map(length_of, value.meta["val"].shape))
+
+
+def length_of(length: Any) -> int:
+    """A dimension's traced length, dynamic or not."""
+    return length if isinstance(length, int) else int(length.node.hint)
 
 
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)

@@ -18,10 +18,10 @@ from oases.autotp.lowering import GroupRank
 from oases.autotp.parameters import cut_parameters
 from oases.autotp.pipeline.building import segments_of
 from oases.autotp.preconditions import require_planned
-from oases.autotp.program import LayerSignature, Program
+from oases.autotp.program import Program
 from oases.autotp.report import LayersReport, PartitionReport
 from oases.autotp.runner import Layer, LayerForward, Runner
-from oases.autotp.signatures import layer_signatures, whole_parts
+from oases.autotp.signatures import LayerSignature, layer_signatures, whole_parts
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.standalone import StandaloneForward
 from oases.autotp.tools.adapters import FIRST, whole_twin

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import LayerList, first_leaf
-from oases.autotp.program import LayerSignature
+from oases.autotp.signatures import LayerSignature
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, all_gather_objects, group_size, resolve
 from oases.parallel.mesh import Mesh

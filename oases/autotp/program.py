@@ -1,47 +1,22 @@
-"""Programs of a layer on one rank, traced once per call signature.
-
-Layers that differ in their weights alone share a LayerSignature. Its fake copy of the unsharded layer is traced again
-for every new call signature: other flags, other inputs, or shapes outside of earlier traces. The sharding is decided
-once; every trace must agree with it.
-"""
+"""Programs: the graphs of a layer on one rank, for one call signature and a range of shapes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from oases.autotp.cache import NO_CACHE, is_layer_cache
-from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
-from oases.autotp.experts import ExpertMlp, collections
-from oases.autotp.export import (
-    CallSignature,
-    Exported,
-    TooLongError,
-    UnsplittableError,
-    export,
-    leaves,
-    take_dtypes,
-    twin_of,
-    varying_lengths,
-    varying_shapes,
-    without_data,
-)
+from oases.autotp.cutting import BlockPieces, Piece
+from oases.autotp.export import Exported, UnsplittableError
 from oases.autotp.fusion import fuse
-from oases.autotp.layers import TracedCall
-from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
-from oases.autotp.module_snapshot import Modes, modes_of, set_modes, states_of
-from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.lowering import GroupRank, lower
 from oases.autotp.samples import relation_of_samples
-from oases.autotp.shapes import Segments
-from oases.autotp.splitter import Split, Splitter
-from oases.autotp.structure import Structure, find
+from oases.autotp.splitter import Splitter
 from oases.autotp.token_pieces import (
     ExpertPieces,
     SubBatchPieces,
@@ -51,7 +26,6 @@ from oases.autotp.token_pieces import (
     token_pieces,
 )
 from oases.errors import UsageError
-from oases.parallel.sharding import Cut
 
 _Pieces = TypeVar("_Pieces", TokenPieces, SubBatchPieces, ExpertPieces | None)
 _Length = int | tuple[Any, float, float]
@@ -177,7 +151,7 @@ class Program:
 
     def accepts(self, tensors: list[Any]) -> bool:
         """Whether the program is valid for these shapes."""
-        shapes = tuple(tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors)
+        shapes = shapes_of(tensors)
         if shapes not in self._accepted:
             self._accepted[shapes] = self._accepts(tensors)
         return self._accepted[shapes]
@@ -239,158 +213,6 @@ def mangled(name: str) -> str:
     return name.replace(".", "/")
 
 
-class LayerSignature:
-    """Layers that differ in their weights alone: one fake copy, one sharding, a program per call signature.
-
-    Raises UnsplittableError where the layer cannot be traced or sharded.
-    """
-
-    def __init__(
-        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, tp: GroupRank
-    ) -> None:
-        self.twin = twin
-        self.tp = tp
-        self.states = states_of(twin)
-        CallSignature.of(*leaves(args, kwargs), Modes())
-        exported = export(twin, args, kwargs)
-        self.structure: Structure = find(exported, keep, tp.ranks)
-        self.sums = not self.structure.columns and not any(collections(twin))
-        if self.sums:  # norms over what would be sharded: rather more all-reduces than a layer on every rank
-            self.structure = find(exported, keep, tp.ranks, sums=True)
-        self.columns: dict[str, Segments] = {
-            _weight(exported, node): segments for node, segments in self.structure.columns.items()
-        }
-        self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
-        walk = _walk(exported, self.columns, GroupRank(), self.sums)
-        self.cuts: Mapping[str, Cut] = walk.cuts
-        self.balanced: Mapping[str, tuple[ExpertMlp, int]] = walk.balanced
-        self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
-        if not self.cuts:
-            raise UnsplittableError(
-                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of linears"
-            )
-        self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
-        self._static: dict[tuple[CallSignature, int | None], int] = {}
-        self.kept: tuple[Split | None, ...] | None = None
-        """Sharding of the keys and values that a key-value cache keeps; None before it is known."""
-
-    def program(
-        self,
-        call_signature: CallSignature,
-        found: list[Any],
-        tree: pytree.TreeSpec,
-        activation: int | None,
-        device: Any,
-        layer: nn.Module,
-    ) -> Program:
-        """Program for a call of `layer` with this signature and leaves; traced if there is none."""
-        programs = self.programs.setdefault((call_signature, activation), [])
-        for program in programs:
-            if program.accepts(found):
-                return program
-        args, kwargs = pytree.tree_map(self._whole_cache, pytree.tree_unflatten(found, tree), is_leaf=is_layer_cache)
-        if next(self.twin.parameters()).device != device:
-            self.twin = twin_of(self.twin, device)
-        take_dtypes(self.twin, layer)
-        try:
-            exported, walk = self._traced(args, kwargs, (call_signature, activation))
-        except UnsplittableError as error:
-            if any(map(is_layer_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_layer_cache))):
-                raise UsageError(f"{error}, with a key-value cache; {NO_CACHE}") from error
-            if states := call_signature.modes.states:
-                raise UsageError(
-                    f"{error}, with another {', '.join(sorted({each.name for each in states}))} than at "
-                    "parallelize(); set it back (peft: unmerge_adapter(), set_adapter()), or before parallelize()"
-                ) from error
-            raise UsageError(
-                f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
-                "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
-                "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
-            ) from error
-        blocks, others, reason = None, list[Any](), ""
-        try:
-            name = None if activation is None or activation < 0 else exported.inputs[activation]
-            if name is None:
-                raise UnsplittableError("it has no activation")
-            blocks, others = cut(walk, name), other_results(walk, name)
-        except UnsplittableError as error:
-            reason = str(error)
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)
-        accepted = {shapes: True}  # valid for its own shapes even where a guard cannot be decided
-        programs.append(Program(walk, activation, self.tp, blocks, others, reason, _accepted=accepted))
-        return programs[-1]
-
-    def _traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int | None]
-    ) -> tuple[Exported, Splitter]:
-        """Graph of a call and its sharding, with as many dynamic lengths as it allows: all, all but the batch, none.
-
-        Later calls of the same key begin with those that the first one allowed. Raises UnsplittableError.
-        """
-        for tries, varying in enumerate((varying_shapes, varying_lengths)):
-            if tries < self._static.get(key, 0):
-                continue
-            try:
-                return self._traced_as(key[0].modes, args, kwargs, varying)
-            except TooLongError:
-                raise
-            except UnsplittableError:  # trace more of these shapes alone
-                self._static[key] = tries + 1
-        return self._traced_as(key[0].modes, args, kwargs, None)
-
-    def _traced_as(
-        self, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Callable[..., Any] | None
-    ) -> tuple[Exported, Splitter]:
-        set_modes(self.twin, modes, self.states)  # each time: a forward that cannot be traced may have changed some
-        exported = export(self.twin, args, kwargs, varying)
-        return exported, self._walked(exported)
-
-    def sample(self, call: TracedCall, activation: int) -> Program:
-        """Program of a traced call."""
-        flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, modes_of(call.module, self.states))
-        return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
-
-    def _whole_cache(self, held: Any) -> Any:
-        """A LayerCache of the unsharded layer, without data; anything else itself."""
-        if not is_layer_cache(held) or held.keys is None:
-            return held
-        whole = []
-        for tensor, split in zip((held.keys, held.values), self.kept or (None, None), strict=True):
-            shape = list(tensor.shape)
-            if split is not None:
-                shape[split.dim] = sum(split.segments) // split.copies
-            if self.kept is None or (split and sum(split.segments) != self.tp.ranks * tensor.shape[split.dim]):
-                raise UsageError(
-                    f"{type(self.twin).__name__} was given a key-value cache of another model, with the shape "
-                    f"{list(tensor.shape)}; give an empty one, or that of a call of this model"
-                )
-            whole.append(without_data(tensor.new_empty(1).expand(shape)))
-        return held._replace(keys=whole[0], values=whole[1])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSignature:
-        """Return self: it has no weights, and a copied layer has the same signature."""
-        return self
-
-    def _walked(self, exported: Exported) -> Splitter:
-        walk = _walk(exported, self.columns, self.tp, self.sums)
-        read = exported.parameters_read
-        wrong = [name for name in sorted(read) if walk.cuts.get(name) != self.cuts.get(name)]
-        if wrong:
-            raise UnsplittableError(f"with these arguments other parameters would be sharded: {', '.join(wrong)}")
-        if exported.keeps:
-            self.kept = self.kept or tuple(walk.kept)
-            given = [walk.cached.get(name) for name in exported.cached]
-            if list(self.kept) != walk.kept or (given and given != walk.kept):
-                raise UnsplittableError("its key-value cache would be sharded in two ways")
-        return walk
-
-
-def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, sums: bool) -> Splitter:
-    nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
-             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
-    return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
-
-
-def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
+def shapes_of(found: list[Any]) -> tuple[torch.Size | None, ...]:
+    """Shapes of a call's leaves; None for one that is not a tensor."""
+    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)

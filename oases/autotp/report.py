@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from oases.autotp.program import LayerSignature
 from oases.autotp.runner import Runner
 from oases.autotp.shapes import copies_of
+from oases.autotp.signatures import LayerSignature
 
 
 @dataclass

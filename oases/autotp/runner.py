@@ -19,7 +19,8 @@ from oases.autotp.block import GraphBlock, LayerCall, value_of
 from oases.autotp.cache import NO_CACHE, cache_in
 from oases.autotp.cutting import Piece
 from oases.autotp.export import CallSignature, UnsplittableError, leaves
-from oases.autotp.program import LayerSignature, Program
+from oases.autotp.program import Program
+from oases.autotp.signatures import LayerSignature
 from oases.autotp.splitter import ABSENT
 from oases.autotp.standalone import StandaloneForward
 from oases.errors import UsageError

@@ -1,18 +1,219 @@
-"""Signatures of the layers of a list: layers that differ in their weights alone share one."""
+"""Signatures of the layers of a list: layers that differ in their weights alone share one.
+
+The fake copy that a signature has of the unsharded layer is traced once per call signature: again for other flags,
+other inputs, or shapes outside of earlier traces. The sharding is decided once; every trace must agree with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import fx, nn
 
-from oases.autotp.experts import replicate_experts
-from oases.autotp.export import UnsplittableError
+from oases.autotp.cache import NO_CACHE, is_layer_cache
+from oases.autotp.cutting import cut, other_results
+from oases.autotp.experts import ExpertMlp, collections, replicate_experts
+from oases.autotp.export import (
+    CallSignature,
+    Exported,
+    TooLongError,
+    UnsplittableError,
+    export,
+    leaves,
+    take_dtypes,
+    twin_of,
+    varying_lengths,
+    varying_shapes,
+    without_data,
+)
 from oases.autotp.layers import LayerList, TracedCall
-from oases.autotp.lowering import GroupRank
-from oases.autotp.module_snapshot import indices_in, inner_hooks, look_of
-from oases.autotp.program import LayerSignature
+from oases.autotp.lowering import GroupRank, block_dropout, block_linear
+from oases.autotp.module_snapshot import indices_in, inner_hooks, look_of, modes_of, set_modes, states_of
+from oases.autotp.program import Program, shapes_of
+from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.shapes import Segments
 from oases.autotp.spec import ParallelSpec
+from oases.autotp.splitter import Split, Splitter
+from oases.autotp.structure import Structure, find
+from oases.errors import UsageError
+from oases.parallel.sharding import Cut
+
+_VARYING = (varying_shapes, varying_lengths, None)
+"""Dynamic lengths to try in turn: all, all but the batch, none."""
+
+
+class LayerSignature:
+    """Layers that differ in their weights alone: one fake copy, one sharding, a program per call signature.
+
+    Raises UnsplittableError where the layer cannot be traced or sharded.
+    """
+
+    def __init__(
+        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, tp: GroupRank
+    ) -> None:
+        self.twin = twin
+        self.tp = tp
+        self.states = states_of(twin)
+        flat, tree = leaves(args, kwargs)
+        modes = modes_of(twin, self.states)
+        self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), next(twin.parameters()).device
+        self._traces: dict[int, Exported] = {}
+        """Graphs of the sample, by index in _VARYING, until it is run."""
+        for level in (0, len(_VARYING) - 1):
+            set_modes(twin, modes, self.states)  # a forward that cannot be traced may have changed some
+            try:
+                self._traces[level] = export(twin, args, kwargs, _VARYING[level])
+                self._decide(self._traces[level], keep)
+                if not (self.sums or self.refused):
+                    break
+            except UnsplittableError as error:  # a layer may be sharded where its lengths are known
+                if level or isinstance(error, TooLongError):
+                    raise
+        self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
+        self._levels: dict[tuple[CallSignature, int | None], int] = {}
+        self.kept: tuple[Split | None, ...] | None = None
+        """Sharding of the keys and values that a key-value cache keeps; None before it is known."""
+
+    def _decide(self, exported: Exported, keep: Callable[[str], bool]) -> None:
+        """Decide the sharding by a graph. Raises UnsplittableError."""
+        self.structure: Structure = find(exported, keep, self.tp.ranks)
+        self.sums = not self.structure.columns and not any(collections(self.twin))
+        if self.sums:  # norms over what would be sharded: rather more all-reduces than a layer on every rank
+            self.structure = find(exported, keep, self.tp.ranks, sums=True)
+        self.columns: dict[str, Segments] = {
+            _weight(exported, node): segments for node, segments in self.structure.columns.items()
+        }
+        self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
+        walk = _walk(exported, self.columns, GroupRank(), self.sums)
+        self.cuts: Mapping[str, Cut] = walk.cuts
+        self.balanced: Mapping[str, tuple[ExpertMlp, int]] = walk.balanced
+        self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
+        if not self.cuts:
+            raise UnsplittableError(
+                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of linears"
+            )
+
+    def program(
+        self,
+        call_signature: CallSignature,
+        found: list[Any],
+        tree: pytree.TreeSpec,
+        activation: int | None,
+        device: Any,
+        layer: nn.Module,
+    ) -> Program:
+        """Program for a call of `layer` with this signature and leaves; traced if there is none."""
+        programs = self.programs.setdefault((call_signature, activation), [])
+        for program in programs:
+            if program.accepts(found):
+                return program
+        args, kwargs = pytree.tree_map(self._whole_cache, pytree.tree_unflatten(found, tree), is_leaf=is_layer_cache)
+        if next(self.twin.parameters()).device != device:
+            self.twin = twin_of(self.twin, device)
+        take_dtypes(self.twin, layer)
+        try:
+            exported, walk = self._traced(args, kwargs, (call_signature, activation))
+        except UnsplittableError as error:
+            if any(map(is_layer_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_layer_cache))):
+                raise UsageError(f"{error}, with a key-value cache; {NO_CACHE}") from error
+            if states := call_signature.modes.states:
+                raise UsageError(
+                    f"{error}, with another {', '.join(sorted({each.name for each in states}))} than at "
+                    "parallelize(); set it back (peft: unmerge_adapter(), set_adapter()), or before parallelize()"
+                ) from error
+            raise UsageError(
+                f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
+                "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
+                "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
+            ) from error
+        blocks, others, reason = None, list[Any](), ""
+        try:
+            name = None if activation is None or activation < 0 else exported.inputs[activation]
+            if name is None:
+                raise UnsplittableError("it has no activation")
+            blocks, others = cut(walk, name), other_results(walk, name)
+        except UnsplittableError as error:
+            reason = str(error)
+        accepted = {shapes_of(found): True}  # valid for its own shapes even where a guard cannot be decided
+        programs.append(Program(walk, activation, self.tp, blocks, others, reason, _accepted=accepted))
+        return programs[-1]
+
+    def _traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int | None]
+    ) -> tuple[Exported, Splitter]:
+        """Graph of a call and its sharding, with as many dynamic lengths as it allows.
+
+        Later calls of the same key begin with those that the first one allowed. Raises UnsplittableError.
+        """
+        flat, _ = leaves(args, kwargs)
+        traces, self._traces = self._traces, {}
+        if self._sample != (key[0], shapes_of(flat), next(self.twin.parameters()).device):
+            traces = {}
+        for level in range(self._levels.get(key, 0), len(_VARYING)):
+            try:
+                if level not in traces:
+                    set_modes(self.twin, key[0].modes, self.states)  # each time, as for the sample
+                    traces = traces | {level: export(self.twin, args, kwargs, _VARYING[level])}
+                return traces[level], self._walked(traces[level])
+            except TooLongError:
+                raise
+            except UnsplittableError:  # trace more of these shapes alone
+                self._levels[key] = level + 1
+                if _VARYING[level] is None:
+                    raise
+        raise AssertionError("the last level returns or raises")
+
+    def sample(self, call: TracedCall, activation: int) -> Program:
+        """Program of a traced call."""
+        flat, tree = leaves(call.args, call.kwargs)
+        signature = CallSignature.of(flat, tree, modes_of(call.module, self.states))
+        return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
+
+    def _whole_cache(self, held: Any) -> Any:
+        """A LayerCache of the unsharded layer, without data; anything else itself."""
+        if not is_layer_cache(held) or held.keys is None:
+            return held
+        whole = []
+        for tensor, split in zip((held.keys, held.values), self.kept or (None, None), strict=True):
+            shape = list(tensor.shape)
+            if split is not None:
+                shape[split.dim] = sum(split.segments) // split.copies
+            if self.kept is None or (split and sum(split.segments) != self.tp.ranks * tensor.shape[split.dim]):
+                raise UsageError(
+                    f"{type(self.twin).__name__} was given a key-value cache of another model, with the shape "
+                    f"{list(tensor.shape)}; give an empty one, or that of a call of this model"
+                )
+            whole.append(without_data(tensor.new_empty(1).expand(shape)))
+        return held._replace(keys=whole[0], values=whole[1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSignature:
+        """Return self: it has no weights, and a copied layer has the same signature."""
+        return self
+
+    def _walked(self, exported: Exported) -> Splitter:
+        walk = _walk(exported, self.columns, self.tp, self.sums)
+        read = exported.parameters_read
+        wrong = [name for name in sorted(read) if walk.cuts.get(name) != self.cuts.get(name)]
+        if wrong:
+            raise UnsplittableError(f"with these arguments other parameters would be sharded: {', '.join(wrong)}")
+        if exported.keeps:
+            self.kept = self.kept or tuple(walk.kept)
+            given = [walk.cached.get(name) for name in exported.cached]
+            if list(self.kept) != walk.kept or (given and given != walk.kept):
+                raise UnsplittableError("its key-value cache would be sharded in two ways")
+        return walk
+
+
+def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, sums: bool) -> Splitter:
+    nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
+             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
+    return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
+
+
+def _weight(exported: Exported, node: fx.Node) -> str:
+    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
 
 
 def layer_signatures(

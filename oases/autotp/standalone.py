@@ -11,7 +11,7 @@ from oases.autotp.block import value_of
 from oases.autotp.cache import CacheSlot, cache_in
 from oases.autotp.export import CallSignature, leaves
 from oases.autotp.module_snapshot import ModuleSnapshot
-from oases.autotp.program import LayerSignature
+from oases.autotp.signatures import LayerSignature
 
 
 class StandaloneForward:

@@ -17,7 +17,7 @@ from torch import fx
 
 import oases.autotp.expert_rules
 import oases.autotp.shape_rules  # noqa: F401  (both fill the table of rules)
-from oases.autotp.export import Exported, UnsplittableError, shape_of
+from oases.autotp.export import Exported, UnsplittableError, length_of, shape_of
 from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Copied, Segments
 from oases.autotp.splitter import Splitter, args_of, name_of
@@ -166,7 +166,7 @@ def _taken_apart(node: fx.Node, features: int) -> list[Segments]:
     if name in ("split", "split_with_sizes", "chunk", "tensor_split") and isinstance(outputs, (list, tuple)):
         given = shape_of(args_of(node)[0])
         for dim, length in enumerate(given):
-            lengths = tuple(int(output.shape[dim]) for output in outputs)
+            lengths = tuple(length_of(output.shape[dim]) for output in outputs)
             if length == features and sum(lengths) == features:
                 return [lengths]
     if name in ("view", "reshape", "unflatten", "_unsafe_view"):

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from oases.errors import UsageError, make_folder
 from oases.execution.piece import require_compiler
@@ -48,10 +50,13 @@ _SET_BY_PLAN = (
 class TrainConfig(ExpertOptions):
     """Configuration of a training run, validated on construction; UsageError names the invalid value."""
 
+    encoder_decoder: ClassVar[bool] = False
+    """Whether the model has an encoder, of the text before what its decoder predicts."""
+
     model: str | None = option(
         None,
-        "transformers model that predicts the next token: its config.json, or a folder with one, whose safetensors "
-        "are loaded if it has any; default: the built-in GPT",
+        "transformers model that predicts the next token, or a text from another: its config.json, or a folder with "
+        "one, whose safetensors are loaded if it has any; default: the built-in GPT",
         metavar="PATH",
     )
     data: str | None = option(
@@ -203,11 +208,12 @@ class TrainConfig(ExpertOptions):
 
     def _take_sizes(self, path: str) -> None:
         """Set the sizes to those of a transformers model. UsageError for options that it sets or cannot have."""
-        from oases.train.model_stage import causal_configuration
+        from oases.train.model_stage import num_layers, trained_configuration
 
-        found = causal_configuration(path)
+        found = trained_configuration(path)
+        object.__setattr__(self, "encoder_decoder", found.is_encoder_decoder)
         sizes = {
-            "hidden": found.hidden_size, "layers": found.num_hidden_layers, "heads": found.num_attention_heads,
+            "hidden": found.hidden_size, "layers": num_layers(found), "heads": found.num_attention_heads,
             "vocabulary": found.vocab_size,
         }  # fmt: skip
         usual = {item.name: item.default for item in fields(self)}
@@ -325,8 +331,13 @@ class TrainConfig(ExpertOptions):
             require_wandb(self.wandb)
         corpus = self.corpus()
         for split in ("train", "validation"):
-            corpus.samples(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
+            self.samples(corpus, split, step=0, batch=1)
         return corpus
+
+    def samples(self, corpus: Corpus | Instructions, split: str, step: int, batch: int) -> dict[str, Tensor]:
+        """Draw a batch for a transformers model. UsageError as the corpus raises."""
+        draw = corpus.pairs if self.encoder_decoder else corpus.samples
+        return draw(split=split, step=step, batch=batch, sequence=self.sequence, seed=self.seed)
 
     def _require_step_log(self) -> None:
         """Raise UsageError for a step log of another run, and for a file that is not a step log."""

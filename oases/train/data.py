@@ -91,6 +91,14 @@ class Corpus(ABC):
         tokens, _ = self.batch(split=split, step=step, batch=batch, sequence=sequence, seed=seed)
         return {"input_ids": tokens, "labels": tokens}
 
+    def pairs(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
+        """Draw a batch for an encoder-decoder: text in input_ids, the text after it in labels.
+
+        int64 [batch, sequence] each. UsageError as for `batch`, whose window is twice the sequence here.
+        """
+        tokens, targets = self.batch(split=split, step=step, batch=batch, sequence=2 * sequence - 1, seed=seed)
+        return {"input_ids": tokens[:, :sequence].contiguous(), "labels": targets[:, sequence - 1 :].contiguous()}
+
     def _blocks(self, split: str, window: int) -> list[tuple[int, int]]:
         size = min(BLOCK_TOKENS, max(self.num_tokens // HOLD_OUT_EVERY, 1))
         size = max(size, window)  # a small corpus in 20 blocks, a long window in one of its own

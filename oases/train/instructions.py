@@ -1,7 +1,8 @@
-"""Instruction data: prompts with responses, packed into samples, with a loss on the responses alone.
+"""Instruction data: prompts with responses, and a loss on the responses alone.
 
-Examples of one sample do not attend to each other: positions begin anew at each, from which transformers builds its
-masks. Like a corpus of text it is divided by position into training and validation, and drawn by seed and step.
+For a decoder, examples are packed into samples. Those of one sample do not attend to each other: positions begin
+anew at each, from which transformers builds its masks. An encoder gets one prompt in each sample, and its decoder the
+response. Like a corpus of text it is divided by position into training and validation, and drawn by seed and step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Instructions:
         if len(texts) < 2:
             raise UsageError(f"data {str(path)!r} has {len(texts)} examples; give at least 2, one for validation")
         prompts, responses = (tokenizer.encode([text[place] for text in texts]) for place in (0, 1))
-        end = [] if tokenizer.end is None else [tokenizer.end]
+        self._end = end = [] if tokenizer.end is None else [tokenizer.end]
         self._examples = [
             (np.asarray(prompt, np.int64), np.asarray([*response, *end], np.int64))
             for prompt, response in zip(prompts, responses, strict=True)
@@ -68,12 +69,36 @@ class Instructions:
                 f"data {str(self.path)!r}: a prompt of {self.longest_prompt} tokens leaves no room for its response "
                 f"in a sequence of {sequence}; raise --sequence, or shorten it"
             )
-        held_out = [number for number in range(len(self._examples)) if number % HOLD_OUT_EVERY == 1]
-        chosen = held_out if split == "validation" else sorted(set(range(len(self._examples))) - set(held_out))
-        generator = np.random.default_rng([seed, step, split == "train"])
+        generator, chosen = np.random.default_rng([seed, step, split == "train"]), self._chosen(split)
         rows = [self._row(generator, chosen, sequence) for _ in range(batch)]
         columns = zip(("input_ids", "labels", "position_ids"), zip(*rows, strict=True), strict=True)
         return {name: torch.from_numpy(np.stack(column)) for name, column in columns}
+
+    def pairs(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
+        """Draw a batch for an encoder-decoder: input_ids and attention_mask of prompts, labels of responses.
+
+        int64 [batch, sequence] each, padded; a longer response is cut off. UsageError for a prompt that does not fit.
+        """
+        longest = self.longest_prompt + len(self._end)
+        if longest > sequence:
+            raise UsageError(
+                f"data {str(self.path)!r}: a prompt of {longest} tokens does not fit into a sequence of {sequence}; "
+                "raise --sequence, or shorten it"
+            )
+        generator, chosen = np.random.default_rng([seed, step, split == "train"]), self._chosen(split)
+        tokens, mask, labels = (np.full((batch, sequence), value, np.int64) for value in (0, 0, IGNORED))
+        for row in range(batch):
+            prompt, response = self._examples[chosen[int(generator.integers(len(chosen)))]]
+            given = np.concatenate([prompt, np.asarray(self._end, np.int64)])
+            tokens[row, : len(given)], mask[row, : len(given)] = given, 1
+            labels[row, : len(response)] = response[:sequence]
+        found = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        return {name: torch.from_numpy(column) for name, column in found.items()}
+
+    def _chosen(self, split: str) -> list[int]:
+        """Numbers of the examples of a split."""
+        held_out = [number for number in range(len(self._examples)) if number % HOLD_OUT_EVERY == 1]
+        return held_out if split == "validation" else sorted(set(range(len(self._examples))) - set(held_out))
 
     def _row(self, generator: np.random.Generator, chosen: list[int], sequence: int) -> list[Any]:
         columns: list[list[Any]] = [[], [], []]

@@ -23,28 +23,56 @@ _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-4}
 """Largest relative difference of a loss from rounding, by the type of weights."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that predict the next token."""
+_ENDS = ("decoder_start_token_id", "pad_token_id")
+"""Tokens that an encoder-decoder makes its decoder's input of labels with."""
 
 
-def causal_configuration(path: str) -> Any:
-    """Configuration of a transformers model that predicts the next token, of a config.json or a folder with one.
+def trained_configuration(path: str) -> Any:
+    """Configuration of a model that predicts the next token, or a text from another; of a config.json or its folder.
 
-    UsageError for a file that is not one, and for other kinds of models: where the file says so, before transformers,
-    which takes seconds, is imported.
+    A decoder alone, or with an encoder of text. UsageError for a file that is not one, and for other kinds of models:
+    where the file says so, before transformers, which takes seconds, is imported.
     """
     data = read_configuration(Path(path), "--model")
-    named = data.get("architectures") or _CAUSAL
-    causal = not isinstance(named, (list, tuple)) or any(str(name).endswith(_CAUSAL) for name in named)
-    if causal and not data.get("is_encoder_decoder"):
+    named = data.get("architectures") or []
+    names = [str(name) for name in named] if isinstance(named, (list, tuple)) else []
+    causal = not names or any(name.endswith(_CAUSAL) for name in names)
+    if causal or any(name.endswith("Generation") for name in names):
         found = configuration(data)
-        if not found.is_encoder_decoder:
+        if found.is_encoder_decoder and _translates(found, names):
+            missing = [name for name in _ENDS if getattr(found, name, None) is None]
+            if missing:
+                raise UsageError(
+                    f"--model {path!r} has no {missing[0]}, from which a decoder's inputs are made; set it in its "
+                    "config.json"
+                )
+            return found
+        if causal and not found.is_encoder_decoder:
             return found
     kind = data.get("model_type")
-    what = kind if named is _CAUSAL else f"{kind} of {named}"
+    what = f"{kind} of {named}" if named else kind
     raise UsageError(
-        f"--model {path!r} is {what}; oases train trains models that predict the next token: train others, such as "
-        "encoders with decoders, by oases.parallelize(model, mesh=...) in a loop of your own, with what the model "
-        "takes (input_ids, attention_mask, labels)"
+        f"--model {path!r} is {what}; oases train trains models that predict the next token, or a text from another; "
+        "train others by oases.parallelize(model, mesh=...) in a loop of your own, with what the model takes"
     )
+
+
+def _translates(found: Any, names: Sequence[str]) -> bool:
+    """Whether the model of these names, or of its kind where there are none, predicts a text from another."""
+    import transformers
+
+    mapping: Any = transformers.AutoModelForSeq2SeqLM._model_mapping  # type: ignore[attr-defined]
+    return type(found) in mapping and (not names or mapping[type(found)].__name__ in names)
+
+
+def num_layers(found: Any) -> int:
+    """Layers of a configuration, of its encoder and its decoder."""
+    layers: int = found.num_hidden_layers
+    if not found.is_encoder_decoder:
+        return layers
+    encoder = getattr(found, "encoder_layers", getattr(found, "num_encoder_layers", layers))
+    decoder = getattr(found, "decoder_layers", getattr(found, "num_decoder_layers", layers))
+    return int(encoder) + int(decoder)
 
 
 def build_model(

@@ -95,7 +95,8 @@ class Trainer:
         self._updating = False
         """Set during the optimizer update; still set if that failed."""
         self.stage.prepare(PRECISIONS[config.precision])
-        if isinstance(self.corpus, Instructions) and isinstance(self.stage, ModelStage):
+        packs = isinstance(self.corpus, Instructions) and not config.encoder_decoder
+        if packs and isinstance(self.stage, ModelStage):
             self.stage.require_packable(self._samples("train", 0), plan.model.vocabulary)
         self.optimizer = adamw(
             self.model,
@@ -271,17 +272,17 @@ class Trainer:
         """This rank's samples of a batch that is the same under every plan."""
         config, degree = self.config, self.stage.tensor_parallel
         count, replica, replicas = self.plan.micro_batches, self.mesh.replica(degree), self.mesh.replicas(degree)
-        draw: dict[str, Any] = {"split": split, "step": step, "batch": config.batch, "sequence": config.sequence}
-        draw["seed"] = config.seed
 
         def share(whole: torch.Tensor) -> torch.Tensor:  # first into micro-batches, then over replicas
             mine: torch.Tensor = whole.to(self.device).unflatten(0, (count, replicas, -1))[:, replica]
             return mine
 
         if config.model is not None:
-            return {name: share(whole).flatten(0, 1) for name, whole in self.corpus.samples(**draw).items()}
+            found = config.samples(self.corpus, split, step, config.batch)
+            return {name: share(whole).flatten(0, 1) for name, whole in found.items()}
         assert isinstance(self.corpus, Corpus)
-        tokens, targets = (share(whole) for whole in self.corpus.batch(**draw))
+        draw = {"batch": config.batch, "sequence": config.sequence, "seed": config.seed}
+        tokens, targets = map(share, self.corpus.batch(split=split, step=step, **draw))
         return list(zip(tokens, targets, strict=True))
 
     def validate(self) -> float:

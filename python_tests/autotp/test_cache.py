@@ -10,7 +10,7 @@ from autotp.comparison import said
 from autotp.zoo import batch, build
 
 import oases
-from oases.autotp import program
+from oases.autotp import signatures
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -52,7 +52,7 @@ def test_a_cache_gives_the_tokens_of_one_process(two_ranks, name):
 def traces_of_tokens():
     """Number of traces after a few tokens, and after more."""
     model = oases.parallelize(build("bloom", hidden_size=48)).eval()  # no other test has its traces
-    with mock.patch.object(program, "export", wraps=program.export) as export:
+    with mock.patch.object(signatures, "export", wraps=signatures.export) as export:
         counts = []
         for tokens in (2, 5):
             model.generate(**prompts("bloom"), **{**OPTIONS, "max_new_tokens": tokens})

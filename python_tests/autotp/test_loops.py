@@ -19,7 +19,7 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
-from oases.autotp import program
+from oases.autotp import signatures
 from oases.autotp.export import UnsplittableError, export, twin_of, without_data
 from oases.graph.trace import as_run
 
@@ -246,7 +246,7 @@ def too_long(most):
     """Difference from the plain model, report, number of traces, error where overlap is required, and warnings."""
     with (
         mock.patch.object(as_run, "MOST_CALLS", most),
-        mock.patch.object(program, "export", wraps=program.export) as traces,
+        mock.patch.object(signatures, "export", wraps=signatures.export) as traces,
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -277,7 +277,7 @@ def longer_later():
     model(tokens())
     with (
         mock.patch.object(as_run, "MOST_CALLS", 60),
-        mock.patch.object(program, "export", wraps=program.export) as traces,
+        mock.patch.object(signatures, "export", wraps=signatures.export) as traces,
     ):
         return said(lambda: model(tokens(length=20))), traces.call_count
 

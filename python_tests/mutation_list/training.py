@@ -332,9 +332,9 @@ TRAINING = (
     ),
     Mutation(
         "a_trace_for_every_token",
-        "oases/autotp/program.py",
-        "for tries, varying in enumerate((varying_shapes, varying_lengths)):",
-        "for tries, varying in enumerate((varying_shapes,)):",
+        "oases/autotp/signatures.py",
+        "_VARYING = (varying_shapes, varying_lengths, None)",
+        "_VARYING = (varying_shapes, None)",
         ("autotp/test_cache.py",),
         "Layers that are valid for one batch size are traced anew for each length.",
     ),

@@ -13,6 +13,7 @@ from oases.train.instructions import Instructions
 from oases.train.model_options import Degrees
 from oases.train.plan import Run
 from oases.train.tokenizer import load_tokenizer
+from oases.train.tokens import open_corpus
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=32, num_hidden_layers=2,
@@ -23,12 +24,22 @@ OPT = dict(
     model_type="opt", architectures=["OPTForCausalLM"], hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
     vocab_size=256, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.0,
 )  # fmt: skip
+T5 = dict(
+    model_type="t5", architectures=["T5ForConditionalGeneration"], d_model=32, d_kv=8, d_ff=64, num_layers=2,
+    num_decoder_layers=3, num_heads=4, vocab_size=256, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+)  # fmt: skip
 STEPS, BATCH, SEQUENCE = 4, 8, 24
 
 
 @pytest.fixture
 def llama(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def t5(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(T5))
     return str(tmp_path)
 
 
@@ -73,6 +84,33 @@ def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions)
     ):
         for found in two_ranks.run(trained, llama, degrees, {"data": data, **changes}):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instructions", [False, True])
+def test_an_encoder_and_decoder_train_alike(two_ranks, t5, corpus, tuning, instructions):
+    """On text and the text after it, and on prompts with responses."""
+    data = tuning if instructions else corpus
+    expected = trained(t5, (1, 1, 1), {"data": data})
+    assert expected[0] > expected[-1] + 0.1  # it learns
+    for degrees, changes in (((2, 1, 1), {}), ((1, 1, 2), {}), ((1, 2, 1), {"fsdp": True})):
+        for found in two_ranks.run(trained, t5, degrees, {"data": data, **changes}):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_loss_of_prompts_is_that_of_each_alone(t5, tuning):
+    """Padding has no part in it."""
+    trainer = Trainer(config_of(t5, data=tuning, degrees=Degrees(1, 1, 1)))
+    samples = trainer.config.samples(trainer.corpus, "train", 0, 4)
+    trainer.model.eval()
+    found = trainer.stage.evaluate([samples])
+    losses = []
+    for tokens, mask, labels in zip(*samples.values(), strict=True):
+        known = labels[labels != IGNORED]
+        logits = trainer.model(input_ids=tokens[mask == 1][None], labels=known[None]).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits.float(), known, reduction="none").tolist()
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -191,6 +229,23 @@ def test_instructions_are_drawn_by_step_and_divided(tuning):
     assert tuning in data.described()
 
 
+def test_prompts_and_responses_of_an_encoder_and_decoder(tuning, corpus):
+    data = Instructions(Path(tuning), load_tokenizer(None))
+    draw = dict(split="validation", step=5, batch=3, seed=1)
+    found = data.pairs(**draw, sequence=SEQUENCE)
+    for tokens, mask, labels in zip(*found.values(), strict=True):
+        prompt, response = (bytes(each.tolist()).decode() for each in (tokens[mask == 1], labels[labels != IGNORED]))
+        assert (prompt, response) in {("1+1=\n", "2 ok\n"), ("21+21=\n", "42 ok\n")}  # bytes end in line breaks
+        assert tokens[mask == 0].tolist() == [0] * (SEQUENCE - len(prompt))
+    assert data.pairs(**draw, sequence=7)["labels"].shape == (3, 7)
+    with pytest.raises(UsageError, match="a prompt of 7 tokens does not fit into a sequence of 6; raise --sequence"):
+        data.pairs(**draw, sequence=6)
+    text = open_corpus(corpus, load_tokenizer(None))
+    before, after = text.pairs(**draw, sequence=SEQUENCE).values()
+    whole, _ = text.batch(**draw, sequence=2 * SEQUENCE - 1)
+    assert torch.equal(torch.cat([before, after], 1)[:, :-1], whole)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -223,21 +278,28 @@ def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "is t5 of ['T5ForConditionalGene"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "is t5 of ['T5EncoderModel']"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is bert of ['BertForMaskedLM']"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "is bart;"),
-        ({"model_type": "t5"}, "is t5;"),
+        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}, "is llava of"),
+        ({"model_type": "whisper"}, "is whisper;"),
     ],
 )
-def test_models_that_do_not_predict_the_next_token_are_named(llama, tmp_path, monkeypatch, given, named):
+def test_models_of_other_kinds_are_named(llama, tmp_path, monkeypatch, given, named):
     """Where the file says so without transformers, whose import takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(given))
-    if given != {"model_type": "t5"}:
+    if given["model_type"] in ("t5", "bert"):
         monkeypatch.setattr("oases.train.model_stage.configuration", lambda data: pytest.fail("imports transformers"))
-    with pytest.raises(UsageError, match="trains models that predict the next token") as refused:
+    with pytest.raises(UsageError, match="trains models that predict the next token, or a text from") as refused:
         config_of(llama)
     assert named in str(refused.value)
     assert "oases.parallelize(model, mesh=...) in a loop of your own" in str(refused.value)
+
+
+def test_a_decoder_without_a_first_token_is_told(t5, tmp_path):
+    """Its inputs are its labels after that token."""
+    (tmp_path / "config.json").write_text(json.dumps(T5 | {"decoder_start_token_id": None}))
+    with pytest.raises(UsageError, match="has no decoder_start_token_id, from which a decoder's inputs are made"):
+        config_of(t5)
 
 
 def test_a_plan_of_another_model_is_told_before_ranks_start(llama, tmp_path):
