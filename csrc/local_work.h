@@ -21,10 +21,10 @@ class LocalWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
 
   // Of quantised numbers, equal on all ranks; read these after the wait. relative_error: where it was sampled.
-  // exempt: sent in bf16. exempted: the layer that is so from now on, or "".
+  // exempt: sent in bf16. rotated, exempted: the layer that is so from now on, or "".
   std::optional<double> relative_error;
   bool exempt = false;
-  std::string exempted;
+  std::string rotated, exempted;
 
   void end(const std::exception_ptr& error) {
     // The future first: callers that return from wait() must find its callbacks done.

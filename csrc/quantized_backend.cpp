@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kPiece = 1 << 20;
 // The error of one collective in so many of a layer is measured.
 constexpr int64_t kSampled = 61;
-// Samples in succession above the largest error after which a layer is sent in bf16.
+// Samples in succession above the largest error after which a layer is sent in another way.
 constexpr int kPatience = 3;
 
 // "F 3.1 (stack 0, layer 1, ...)" -> "F 3 (stack 0, layer 1, ...)": all sub-batches of an op, whose errors are alike.
@@ -156,6 +156,7 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
                                (errors.above > 0 || errors.calls % kSampled == errors.place % kSampled);
                            ++errors.calls;
                            Quantization chosen = how;
+                           chosen.rotated |= errors.rotated;
                            if (errors.exempt) chosen.code = Code::bf16;
                            run(chosen, rounding);
                            if (rounding.measured) judge(layer, errors, exemptable, rounding, work);
@@ -197,8 +198,14 @@ void QuantizedBackend::judge(const std::string& layer, Errors& errors, bool exem
   if (std::isfinite(error)) work.relative_error = error;
   errors.above = exemptable && error > kLargestError ? errors.above + 1 : 0;
   if (errors.above < kPatience) return;
-  errors.exempt = true;
-  work.exempted = layer;
+  if (how_.rotated || errors.rotated || how_.code == Code::fp8) {  // of fp8 rotation only adds to the errors
+    errors.exempt = true;
+    work.exempted = layer;
+  } else {
+    errors.rotated = true;
+    errors.above = kPatience - 1;  // the next one is measured, and decides
+    work.rotated = layer;
+  }
 }
 
 void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& rounding) {

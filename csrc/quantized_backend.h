@@ -5,7 +5,8 @@
 // own: the order on the inner backend is that of the calls, on every rank.
 //
 // One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
-// whose last three samples were above kLargestError is sent in bf16 from then on. The ranks sum what they measured,
+// whose last three samples were above kLargestError is rotated from then on, where the wire is of int8 or int4 and is
+// not; if the next collective's error is still above it, the layer is sent in bf16. The ranks sum what they measured,
 // and each layer's state changes in the order of the collectives, so all change at the same one.
 //
 // Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
@@ -64,7 +65,7 @@ class QuantizedBackend : public c10d::Backend {
   struct Errors {
     int64_t calls = 0, place = 0;
     int above = 0;
-    bool exempt = false;
+    bool rotated = false, exempt = false;
   };
   using Run = std::function<void(Quantization, Rounding&)>;
   void sum(const at::Tensor& data, Quantization how, Rounding& rounding);

@@ -84,12 +84,14 @@ void OverlapScheduler::note_error(const LocalWork& work, const std::string& labe
     errors.samples += 1;
     errors.sum += *work.relative_error;
   }
-  if (work.exempted.empty()) return;
+  const bool exempt = !work.exempted.empty();
+  const std::string& layer = exempt ? work.exempted : work.rotated;
+  if (layer.empty()) return;
   const double error = work.relative_error.value_or(std::numeric_limits<double>::infinity());
-  exempted_[work.exempted] = error;
+  if (exempt) exempted_[layer] = error;
   if (rank_ == 0)
-    TORCH_WARN("the relative error of ", work.exempted, " stayed above ", QuantizedBackend::kLargestError,
-               ": ", error, "; it is sent in bfloat16 from now on");
+    TORCH_WARN("the relative error of ", layer, " stayed above ", QuantizedBackend::kLargestError, ": ",
+               error, exempt ? "; it is sent in bfloat16" : "; its blocks are rotated", " from now on");
 }
 
 std::map<std::string, double> OverlapScheduler::exempted() const {
