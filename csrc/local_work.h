@@ -10,7 +10,16 @@
 
 namespace oases {
 
-class LocalWork : public c10d::Work {
+// Of a collective of quantised numbers, equal on all ranks; read it after the wait. relative_error: where it was
+// sampled. exempt: sent in bf16. layer: of which the errors stayed too large, or ""; then: what is done about it.
+struct Judgement {
+  std::optional<double> relative_error;
+  bool exempt = false;
+  std::string layer;
+  enum class Then { rotated, exempted, told } then = Then::told;
+};
+
+class LocalWork : public c10d::Work, public Judgement {
  public:
   LocalWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs)
       : Work(rank, type),
@@ -19,12 +28,6 @@ class LocalWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::vector<at::Tensor> result() override { return outputs_; }
-
-  // Of quantised numbers, equal on all ranks; read these after the wait. relative_error: where it was sampled.
-  // exempt: sent in bf16. rotated, exempted: the layer that is so from now on, or "".
-  std::optional<double> relative_error;
-  bool exempt = false;
-  std::string rotated, exempted;
 
   void end(const std::exception_ptr& error) {
     // The future first: callers that return from wait() must find its callbacks done.

@@ -101,8 +101,9 @@ struct QuantizedBackend::Piece {
 struct QuantizedBackend::Rounding {
   at::Tensor residual;
   bool measured = false;
-  double squares = 0, norm = 0;        // of this rank's errors, and of the results or of what it sent
-  std::vector<Work>* steps = nullptr;  // where a stream's are kept; the worker's thread keeps none
+  double squares = 0, norm = 0;          // of this rank's errors, and of the results or of what it sent
+  at::Tensor squares_there, norm_there;  // the same, of an accelerator
+  std::vector<Work>* steps = nullptr;    // where a stream's are kept; the worker's thread keeps none
 
   bool wanted() const { return residual.defined() || measured; }
 
@@ -118,7 +119,8 @@ struct QuantizedBackend::Rounding {
     at::Tensor kept = residual.defined() ? residual.narrow(0, at, n) : residual;
     if (!x.is_cpu()) {
       const at::Tensor error = x - decoded;
-      kept.copy_(at::where(at::isfinite(error), error, 0.0f));
+      if (measured) add(squares_there, error);
+      if (kept.defined()) kept.copy_(at::where(at::isfinite(error), error, 0.0f));
       return;
     }
     const float *const numbers = x.const_data_ptr<float>(), *const back = decoded.const_data_ptr<float>();
@@ -131,41 +133,63 @@ struct QuantizedBackend::Rounding {
   }
   void note_result(const at::Tensor& x) {
     if (!measured) return;
+    if (!x.is_cpu()) return add(norm_there, x);
     const float* const numbers = x.const_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); ++i) norm += static_cast<double>(numbers[i]) * numbers[i];
   }
+  // Of this rank, [2].
+  at::Tensor both(const at::Tensor& like) const {
+    if (like.is_cpu()) return at::tensor({squares, norm}, at::kDouble);
+    const at::Tensor none = at::zeros({}, like.options().dtype(at::kDouble));
+    return at::stack(
+        {squares_there.defined() ? squares_there : none, norm_there.defined() ? norm_there : none});
+  }
+
+ private:
+  static void add(at::Tensor& total, const at::Tensor& x) {
+    const at::Tensor squares = at::sum(at::square(x), at::kDouble);
+    total = total.defined() ? total + squares : squares;
+  }
 };
 
-// exemptable: whether large errors send the layer in bf16 from then on.
+QuantizedBackend::Errors& QuantizedBackend::of(Layers& layers, const std::string& layer) {
+  const auto [place, is_new] = layers.try_emplace(layer);
+  if (is_new) place->second.place = static_cast<int64_t>(layers.size()) - 1;
+  return place->second;
+}
+
+bool QuantizedBackend::Errors::due() const { return calls % kSampled == place % kSampled; }
+
+// exemptable: whether large errors send the layer in another way from then on.
 QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outputs, Run run,
                                                  bool exemptable) {
   Quantization how = how_;
   // Another stream of random numbers for every call and rank.
   how.seed = (++calls_ * 0x9E3779B97F4A7C15u) ^ (static_cast<uint64_t>(getRank()) * 0xD1B54A32D192ED03u);
-  if (!outputs.front().is_cpu()) return on_stream(type, std::move(outputs), run, how);
+  if (!outputs.front().is_cpu()) return on_stream(type, std::move(outputs), run, how, exemptable);
   return worker_.enqueue(getRank(), type, std::move(outputs),
                          [this, run = std::move(run), how, exemptable,
                           layer = layer_of(std::exchange(label_, ""))](LocalWork& work) {
-                           const auto [place, is_new] = errors_.try_emplace(layer);
-                           Errors& errors = place->second;
-                           if (is_new) errors.place = static_cast<int64_t>(errors_.size()) - 1;
+                           Errors& errors = of(layers_, layer);
                            Rounding rounding;
                            work.exempt = errors.exempt;
-                           rounding.measured =
-                               !errors.exempt &&
-                               (errors.above > 0 || errors.calls % kSampled == errors.place % kSampled);
+                           rounding.measured = !errors.exempt && (errors.above > 0 || errors.due());
                            ++errors.calls;
                            Quantization chosen = how;
                            chosen.rotated |= errors.rotated;
                            if (errors.exempt) chosen.code = Code::bf16;
                            run(chosen, rounding);
-                           if (rounding.measured) judge(layer, errors, exemptable, rounding, work);
+                           if (!rounding.measured) return;
+                           Tensors both{rounding.both(work.result().front())};
+                           on_cpu_->allreduce(both)->wait();
+                           if (stays_above(errors, exemptable, both.front(), work))
+                             change(layer, errors, work);
                          });
 }
 
 // Queues all steps on the backend's own stream, after what the caller's has queued.
 QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors outputs, const Run& run,
-                                                   const Quantization& how) {
+                                                   const Quantization& how, bool exemptable) {
   const c10::Device device = outputs.front().device();
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!stream_ || stream_->device() != device) stream_ = guard.getNewStream(device);
@@ -173,12 +197,31 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   ready.record(guard.getStream(device));
   const c10::StreamGuard on(*stream_);
   ready.block(*stream_);
-  Rounding rounding;
-  label_.clear();
+  const std::string layer = layer_of(std::exchange(label_, ""));
+  Errors& errors = of(layers_there_, layer);
+  Judgement found;
+  if (errors.sample && errors.sample->arrived.query()) {
+    if (stays_above(errors, exemptable, errors.sample->both, found) && !std::exchange(errors.told, true))
+      found.layer = layer;
+    errors.sample.reset();
+  }
   std::vector<Work> steps;
+  Rounding rounding;
+  rounding.measured = errors.due();
   rounding.steps = &steps;
+  ++errors.calls;
   run(how, rounding);
-  return c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_, std::move(steps));
+  if (rounding.measured) {
+    Tensors both{rounding.both(outputs.front())};
+    Work work = on_device_->allreduce(both);
+    finish(work, rounding);
+    errors.sample.emplace(both.front().to(at::kCPU, /*non_blocking=*/true), c10::Event(device.type()));
+    errors.sample->arrived.record(*stream_);
+  }
+  auto work =
+      c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_, std::move(steps));
+  static_cast<Judgement&>(*work) = found;
+  return work;
 }
 
 // Waits for a step: the worker's thread, or the backend's stream.
@@ -188,23 +231,25 @@ void QuantizedBackend::finish(Work& work, Rounding& rounding) {
 }
 
 // By the errors of every rank's roundings, as if they were independent.
-void QuantizedBackend::judge(const std::string& layer, Errors& errors, bool exemptable,
-                             const Rounding& rounding, LocalWork& work) {
-  Tensors both{at::tensor({rounding.squares, rounding.norm}, at::kDouble)};
-  on_cpu_->allreduce(both)->wait();
-  const double squares = both[0][0].item<double>(), norm = both[0][1].item<double>();
-  if (!std::isfinite(squares)) return;  // of a NaN or an infinity, which the result shows
+bool QuantizedBackend::stays_above(Errors& errors, bool exemptable, const at::Tensor& both,
+                                   Judgement& found) {
+  const double squares = both[0].item<double>(), norm = both[1].item<double>();
+  if (!std::isfinite(squares)) return false;  // of a NaN or an infinity, which the result shows
   const double error = squares == 0 ? 0.0 : std::sqrt(squares / norm);
-  if (std::isfinite(error)) work.relative_error = error;
+  if (std::isfinite(error)) found.relative_error = error;
   errors.above = exemptable && error > kLargestError ? errors.above + 1 : 0;
-  if (errors.above < kPatience) return;
+  return errors.above >= kPatience;
+}
+
+void QuantizedBackend::change(const std::string& layer, Errors& errors, Judgement& found) const {
+  found.layer = layer;
   if (how_.rotated || errors.rotated || how_.code == Code::fp8) {  // of fp8 rotation only adds to the errors
     errors.exempt = true;
-    work.exempted = layer;
+    found.then = Judgement::Then::exempted;
   } else {
     errors.rotated = true;
     errors.above = kPatience - 1;  // the next one is measured, and decides
-    work.rotated = layer;
+    found.then = Judgement::Then::rotated;
   }
 }
 

@@ -10,9 +10,11 @@
 // and each layer's state changes in the order of the collectives, so all change at the same one.
 //
 // Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
-// caller's stream waits before the caller does. Their errors are not measured: the host would wait for them.
+// caller's stream waits before the caller does. What is measured there is read when it has arrived, which is not at
+// the same collective on all ranks: large errors are told, and change nothing.
 #pragma once
 
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -21,6 +23,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "local_work.h"
 #include "quantize_kernels.h"
 #include "worker.h"
 
@@ -60,20 +63,32 @@ class QuantizedBackend : public c10d::Backend {
  private:
   struct Piece;
   struct Rounding;
+  // Of an accelerator, on its way to the host. both: sums over the ranks of squares of errors, and of results.
+  struct Sample {
+    at::Tensor both;
+    c10::Event arrived;
+  };
   // Known of a layer. calls: of its sums; place: among layers, at which of 61 calls it is measured. above: samples in
   // succession that were above the largest error.
   struct Errors {
     int64_t calls = 0, place = 0;
     int above = 0;
-    bool rotated = false, exempt = false;
+    bool rotated = false, exempt = false, told = false;
+    std::optional<Sample> sample;
+
+    bool due() const;  // by the calls alone, so that all ranks measure the same one
   };
+  using Layers = std::map<std::string, Errors>;
+  static Errors& of(Layers& layers, const std::string& layer);
   using Run = std::function<void(Quantization, Rounding&)>;
   void sum(const at::Tensor& data, Quantization how, Rounding& rounding);
   Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
-  Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how);
+  Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how,
+                 bool exemptable);
   static void finish(Work& work, Rounding& rounding);
-  void judge(const std::string& layer, Errors& errors, bool exemptable, const Rounding& rounding,
-             LocalWork& work);
+  // Whether the errors of a layer, sums over the ranks [2], have stayed above the largest.
+  static bool stays_above(Errors& errors, bool exemptable, const at::Tensor& both, Judgement& found);
+  void change(const std::string& layer, Errors& errors, Judgement& found) const;
   Work exchange(at::Tensor& received, at::Tensor& sent);
 
   // Of the tensor's device.
@@ -83,10 +98,12 @@ class QuantizedBackend : public c10d::Backend {
   Quantization how_;
   uint64_t calls_ = 0;
   std::string label_;
-  std::map<std::string, Errors> errors_;  // by layer; of the worker's thread
+  Layers layers_;  // of the worker's thread
   std::atomic<int64_t> bytes_sent_{0};
-  std::optional<c10::Stream> stream_;  // of an accelerator; of the callers' thread
-  Worker worker_;                      // last member: its thread reads the others
+  // Of an accelerator, and of the callers' thread.
+  std::optional<c10::Stream> stream_;
+  Layers layers_there_;
+  Worker worker_;  // last member: its thread reads the others
 };
 
 }  // namespace oases

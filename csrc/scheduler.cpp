@@ -372,8 +372,8 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   ticket->part_.reset();
   const c10::intrusive_ptr<c10d::Work> work = ticket->work_;
   // Not c10's cast of the pointer itself, which keeps a work of another class forever.
-  const auto* const local = dynamic_cast<LocalWork*>(work.get());
-  if (local && local->exempt) {
+  const auto* const judged = dynamic_cast<const Judgement*>(work.get());
+  if (judged && judged->exempt) {
     const int64_t whole = record.bytes + record.saved_bytes;
     record.bytes = packed_bytes(Code::bf16, whole / ticket->tensors_.front().element_size());
     record.saved_bytes = whole - record.bytes;
@@ -382,7 +382,7 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   if (ticket->finish_->at == 0.0) ticket->finish_->at = monotonic_seconds();
   ticket->work_.reset();
   ticket->tensors_.clear();
-  if (local) note_error(*local, record.label);
+  if (judged) note_error(*judged, record.label);
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_for_.clear();
   if (!ticket->after_wait_) {

@@ -20,7 +20,7 @@
 
 namespace oases {
 
-class LocalWork;
+struct Judgement;
 
 // Seconds of the monotonic clock of Python's time.perf_counter().
 double monotonic_seconds();
@@ -205,7 +205,7 @@ class OverlapScheduler {
                                                       const std::string& wire, const std::string& label);
   c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers,
                                                   const std::string& wire, const std::string& label);
-  void note_error(const LocalWork& work, const std::string& label);
+  void note_error(const Judgement& work, const std::string& label);
   void wait_on_host(c10d::Work& work);
   int64_t foreign();
   void end_halt(std::unique_lock<std::mutex>& lock);

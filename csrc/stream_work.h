@@ -9,9 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "local_work.h"
+
 namespace oases {
 
-class StreamWork : public c10d::Work {
+class StreamWork : public c10d::Work, public Judgement {
  public:
   // Ends where the stream is now. steps: works of another backend whose failures are this one's.
   StreamWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, c10::Stream stream,

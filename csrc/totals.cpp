@@ -77,21 +77,23 @@ std::map<std::string, SumErrors> OverlapScheduler::errors() const {
   return errors_;
 }
 
-void OverlapScheduler::note_error(const LocalWork& work, const std::string& label) {
+void OverlapScheduler::note_error(const Judgement& work, const std::string& label) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (work.relative_error) {
     SumErrors& errors = errors_[label];
     errors.samples += 1;
     errors.sum += *work.relative_error;
   }
-  const bool exempt = !work.exempted.empty();
-  const std::string& layer = exempt ? work.exempted : work.rotated;
-  if (layer.empty()) return;
+  if (work.layer.empty()) return;
+  using Then = Judgement::Then;
   const double error = work.relative_error.value_or(std::numeric_limits<double>::infinity());
-  if (exempt) exempted_[layer] = error;
+  if (work.then == Then::exempted) exempted_[work.layer] = error;
   if (rank_ == 0)
-    TORCH_WARN("the relative error of ", layer, " stayed above ", QuantizedBackend::kLargestError, ": ",
-               error, exempt ? "; it is sent in bfloat16" : "; its blocks are rotated", " from now on");
+    TORCH_WARN("the relative error of ", work.layer, " stayed above ", QuantizedBackend::kLargestError, ": ",
+               error, "; ",
+               work.then == Then::exempted  ? "it is sent in bfloat16 from now on"
+               : work.then == Then::rotated ? "its blocks are rotated from now on"
+                                            : "give another wire_dtype, such as bfloat16");
 }
 
 std::map<std::string, double> OverlapScheduler::exempted() const {

@@ -1,5 +1,7 @@
 """Quantised collectives on the virtual device: the bits of the CPU, on a stream that nobody waits for too early."""
 
+import warnings
+
 import device
 import pytest
 import torch
@@ -90,6 +92,43 @@ def test_sums_are_those_of_the_cpu(two_virtual, wire):
 
 def test_three_ranks(three_virtual):
     three_virtual.run(compare, "int8", 0.0)
+
+
+def measured():
+    """What is known of the errors of sums of outliers, after as many on the device as on the CPU."""
+    _, place = device.take()
+    add_wire(dist.group.WORLD, "int4")
+    scheduler, x = scheduler_of(dist.group.WORLD), torch.full((2, 640), 0.49)
+    x.view(-1)[::128] = 7.0
+    found = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for where, label in ((x, "here"), (x.to(place), "there")):
+            for _ in range(3 * 61 + 2):
+                y = where.clone()
+                scheduler.wait(scheduler.all_reduce(y, label, wire="int4"))
+                torch.accelerator.synchronize()
+            found.append(y.cpu())
+    assert label not in scheduler.exempted()
+    texts = [str(each.message) for each in said if label in str(each.message)]
+    return scheduler.errors(), found, texts
+
+
+def test_errors_are_measured_and_large_ones_told(two_virtual):
+    """On the device they change nothing: ranks know of them at other collectives."""
+    of_rank = two_virtual.run(measured)
+    (first, (here, there), texts), (other, _, none) = of_rank
+    assert first["there"] == other["there"]
+    count, total = first["there"]
+    assert count >= 3
+    assert first["here"][0] >= 3
+    assert 0.5 < total / count < 0.55
+    assert float((there - 0.98).abs().median()) > 0.9  # still int4 ...
+    assert float((here - 0.98).abs().median()) < 0.5  # ... and rotated
+    (text,) = texts
+    assert text.startswith("the relative error of there stayed above 0.25: 0.5")
+    assert "; give another wire_dtype, such as bfloat16" in text
+    assert none == []
 
 
 def count_waits():
