@@ -5,6 +5,7 @@ Outside torchrun a command starts its own ranks; under torchrun each process is 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -161,6 +162,7 @@ def _restart_or_exit(error: RankFailedError, saved: int, restart: int, max_resta
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
     global _progress
     _progress = options.progress
+    gc.freeze()  # what was imported: collections would walk it again and again while layers are traced
     fork_server.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     cuda = options.backend.cuda
