@@ -280,7 +280,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&,
                     c10::intrusive_ptr<c10d::Backend>>(),
            py::arg("on_cpu"), py::arg("wire"), py::arg("on_device") = nullptr)
-      .def_readonly_static("largest_error", &QuantizedBackend::kLargestError)
+      .def_readonly_static("largest_error", &oases::LayerErrors::kLargest)
       .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
 
   module.attr("QUANTIZED_BLOCK") = oases::kQuantizedBlock;

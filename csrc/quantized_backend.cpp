@@ -3,11 +3,11 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "quantized_blocks.h"
+#include "rounding_errors.h"
 #include "stream_work.h"
 
 namespace oases {
@@ -15,17 +15,6 @@ namespace {
 
 // Numbers of a piece of an all-reduce: while one is on the wire, the next is quantised.
 constexpr int64_t kPiece = 1 << 20;
-// The error of one collective in so many of a layer is measured.
-constexpr int64_t kSampled = 61;
-// Samples in succession above the largest error after which a layer is sent in another way.
-constexpr int kPatience = 3;
-
-// "F 3.1 (stack 0, layer 1, ...)" -> "F 3 (stack 0, layer 1, ...)": all sub-batches of an op, whose errors are alike.
-std::string layer_of(const std::string& label) {
-  const size_t dot = label.find('.'), open = label.find(" (");
-  if (dot == std::string::npos || open == std::string::npos || open < dot) return label;
-  return label.substr(0, dot) + label.substr(open);
-}
 
 void check_numbers(const char* op, const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -97,69 +86,6 @@ struct QuantizedBackend::Piece {
   Work work;
 };
 
-// Of a collective: what rounding changes, kept in `residual` [as the data], if there is one, and measured.
-struct QuantizedBackend::Rounding {
-  at::Tensor residual;
-  bool measured = false;
-  double squares = 0, norm = 0;          // of this rank's errors, and of the results or of what it sent
-  at::Tensor squares_there, norm_there;  // the same, of an accelerator
-  std::vector<Work>* steps = nullptr;    // where a stream's are kept; the worker's thread keeps none
-
-  bool wanted() const { return residual.defined() || measured; }
-
-  void add_residual(const at::Tensor& data, int64_t at) const {
-    if (residual.defined()) at::Tensor(data).add_(residual.narrow(0, at, data.numel()));
-  }
-  // x [n] was packed; at: place in the data.
-  void note(const Quantization& how, const at::Tensor& x, const at::Tensor& packed, int64_t at) {
-    if (!wanted()) return;
-    const int64_t n = x.numel();
-    const at::Tensor decoded = at::empty_like(x);
-    blocks::unpack(how, packed, decoded);
-    at::Tensor kept = residual.defined() ? residual.narrow(0, at, n) : residual;
-    if (!x.is_cpu()) {
-      const at::Tensor error = x - decoded;
-      if (measured) add(squares_there, error);
-      if (kept.defined()) kept.copy_(at::where(at::isfinite(error), error, 0.0f));
-      return;
-    }
-    const float *const numbers = x.const_data_ptr<float>(), *const back = decoded.const_data_ptr<float>();
-    float* const lost = kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
-    for (int64_t i = 0; i < n; ++i) {
-      const float error = numbers[i] - back[i];
-      squares += static_cast<double>(error) * error;
-      if (lost) lost[i] = std::isfinite(error) ? error : 0.0f;
-    }
-  }
-  void note_result(const at::Tensor& x) {
-    if (!measured) return;
-    if (!x.is_cpu()) return add(norm_there, x);
-    const float* const numbers = x.const_data_ptr<float>();
-    for (int64_t i = 0; i < x.numel(); ++i) norm += static_cast<double>(numbers[i]) * numbers[i];
-  }
-  // Of this rank, [2].
-  at::Tensor both(const at::Tensor& like) const {
-    if (like.is_cpu()) return at::tensor({squares, norm}, at::kDouble);
-    const at::Tensor none = at::zeros({}, like.options().dtype(at::kDouble));
-    return at::stack(
-        {squares_there.defined() ? squares_there : none, norm_there.defined() ? norm_there : none});
-  }
-
- private:
-  static void add(at::Tensor& total, const at::Tensor& x) {
-    const at::Tensor squares = at::sum(at::square(x), at::kDouble);
-    total = total.defined() ? total + squares : squares;
-  }
-};
-
-QuantizedBackend::Errors& QuantizedBackend::of(Layers& layers, const std::string& layer) {
-  const auto [place, is_new] = layers.try_emplace(layer);
-  if (is_new) place->second.place = static_cast<int64_t>(layers.size()) - 1;
-  return place->second;
-}
-
-bool QuantizedBackend::Errors::due() const { return calls % kSampled == place % kSampled; }
-
 // exemptable: whether large errors send the layer in another way from then on.
 QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outputs, Run run,
                                                  bool exemptable) {
@@ -170,10 +96,11 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
   return worker_.enqueue(getRank(), type, std::move(outputs),
                          [this, run = std::move(run), how, exemptable,
                           layer = layer_of(std::exchange(label_, ""))](LocalWork& work) {
-                           Errors& errors = of(layers_, layer);
+                           LayerErrors& errors = errors_of(layers_, layer);
                            Rounding rounding;
                            work.exempt = errors.exempt;
-                           rounding.measured = !errors.exempt && (errors.above > 0 || errors.due());
+                           rounding.measured =
+                               !errors.exempt && ((exemptable && errors.above > 0) || errors.due());
                            ++errors.calls;
                            Quantization chosen = how;
                            chosen.rotated |= errors.rotated;
@@ -182,8 +109,8 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
                            if (!rounding.measured) return;
                            Tensors both{rounding.both(work.result().front())};
                            on_cpu_->allreduce(both)->wait();
-                           if (stays_above(errors, exemptable, both.front(), work))
-                             change(layer, errors, work);
+                           if (errors.stay_above(exemptable, both.front(), work))
+                             errors.change(layer, how, work);
                          });
 }
 
@@ -198,10 +125,10 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   const c10::StreamGuard on(*stream_);
   ready.block(*stream_);
   const std::string layer = layer_of(std::exchange(label_, ""));
-  Errors& errors = of(layers_there_, layer);
+  LayerErrors& errors = errors_of(layers_there_, layer);
   Judgement found;
   if (errors.sample && errors.sample->arrived.query()) {
-    if (stays_above(errors, exemptable, errors.sample->both, found) && !std::exchange(errors.told, true))
+    if (errors.stay_above(exemptable, errors.sample->both, found) && !std::exchange(errors.told, true))
       found.layer = layer;
     errors.sample.reset();
   }
@@ -209,8 +136,8 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   Rounding rounding;
   rounding.measured = errors.due();
   rounding.steps = &steps;
-  ++errors.calls;
   run(how, rounding);
+  ++errors.calls;  // not of one that fails before its first step, which is filled by another
   if (rounding.measured) {
     Tensors both{rounding.both(outputs.front())};
     Work work = on_device_->allreduce(both);
@@ -228,29 +155,6 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
 void QuantizedBackend::finish(Work& work, Rounding& rounding) {
   work->wait();
   if (rounding.steps) rounding.steps->push_back(work);
-}
-
-// By the errors of every rank's roundings, as if they were independent.
-bool QuantizedBackend::stays_above(Errors& errors, bool exemptable, const at::Tensor& both,
-                                   Judgement& found) {
-  const double squares = both[0].item<double>(), norm = both[1].item<double>();
-  if (!std::isfinite(squares)) return false;  // of a NaN or an infinity, which the result shows
-  const double error = squares == 0 ? 0.0 : std::sqrt(squares / norm);
-  if (std::isfinite(error)) found.relative_error = error;
-  errors.above = exemptable && error > kLargestError ? errors.above + 1 : 0;
-  return errors.above >= kPatience;
-}
-
-void QuantizedBackend::change(const std::string& layer, Errors& errors, Judgement& found) const {
-  found.layer = layer;
-  if (how_.rotated || errors.rotated || how_.code == Code::fp8) {  // of fp8 rotation only adds to the errors
-    errors.exempt = true;
-    found.then = Judgement::Then::exempted;
-  } else {
-    errors.rotated = true;
-    errors.above = kPatience - 1;  // the next one is measured, and decides
-    found.then = Judgement::Then::rotated;
-  }
 }
 
 void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& rounding) {

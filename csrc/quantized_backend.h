@@ -5,7 +5,7 @@
 // own: the order on the inner backend is that of the calls, on every rank.
 //
 // One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
-// whose last three samples were above kLargestError is rotated from then on, where the wire is of int8 or int4 and is
+// whose last three samples were above LayerErrors::kLargest is rotated from then on, where the wire is of int8 or int4 and is
 // not; if the next collective's error is still above it, the layer is sent in bf16. The ranks sum what they measured,
 // and each layer's state changes in the order of the collectives, so all change at the same one.
 //
@@ -14,7 +14,6 @@
 // the same collective on all ranks: large errors are told, and change nothing.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -23,17 +22,14 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "local_work.h"
 #include "quantize_kernels.h"
+#include "rounding_errors.h"
 #include "worker.h"
 
 namespace oases {
 
 class QuantizedBackend : public c10d::Backend {
  public:
-  // Of the numbers of int4, the coarsest code, rounded twice, Gaussian ones have an error of 0.15.
-  static constexpr double kLargestError = 0.25;
-
   // on_cpu, on_device: move the bytes of tensors of the CPU and of an accelerator; used by nothing else. One may be
   // null. wire: see quantization_called.
   QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu, const std::string& wire,
@@ -62,33 +58,12 @@ class QuantizedBackend : public c10d::Backend {
 
  private:
   struct Piece;
-  struct Rounding;
-  // Of an accelerator, on its way to the host. both: sums over the ranks of squares of errors, and of results.
-  struct Sample {
-    at::Tensor both;
-    c10::Event arrived;
-  };
-  // Known of a layer. calls: of its sums; place: among layers, at which of 61 calls it is measured. above: samples in
-  // succession that were above the largest error.
-  struct Errors {
-    int64_t calls = 0, place = 0;
-    int above = 0;
-    bool rotated = false, exempt = false, told = false;
-    std::optional<Sample> sample;
-
-    bool due() const;  // by the calls alone, so that all ranks measure the same one
-  };
-  using Layers = std::map<std::string, Errors>;
-  static Errors& of(Layers& layers, const std::string& layer);
   using Run = std::function<void(Quantization, Rounding&)>;
   void sum(const at::Tensor& data, Quantization how, Rounding& rounding);
   Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
   Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how,
                  bool exemptable);
   static void finish(Work& work, Rounding& rounding);
-  // Whether the errors of a layer, sums over the ranks [2], have stayed above the largest.
-  static bool stays_above(Errors& errors, bool exemptable, const at::Tensor& both, Judgement& found);
-  void change(const std::string& layer, Errors& errors, Judgement& found) const;
   Work exchange(at::Tensor& received, at::Tensor& sent);
 
   // Of the tensor's device.
@@ -98,11 +73,11 @@ class QuantizedBackend : public c10d::Backend {
   Quantization how_;
   uint64_t calls_ = 0;
   std::string label_;
-  Layers layers_;  // of the worker's thread
+  ErrorsByLayer layers_;  // of the worker's thread
   std::atomic<int64_t> bytes_sent_{0};
   // Of an accelerator, and of the callers' thread.
   std::optional<c10::Stream> stream_;
-  Layers layers_there_;
+  ErrorsByLayer layers_there_;
   Worker worker_;  // last member: its thread reads the others
 };
 

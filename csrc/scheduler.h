@@ -48,7 +48,8 @@ struct LabelTotals {
   double blocked_seconds = 0;  // the compute waited
 };
 
-// Relative errors of the sums of one label that were sampled (quantized_backend.h), equal on all ranks.
+// Relative errors of the sums of one label that were sampled (quantized_backend.h): equal on all ranks
+// on the CPU, and known to them at other times on an accelerator.
 struct SumErrors {
   int64_t samples = 0;
   double sum = 0;
@@ -148,7 +149,7 @@ class OverlapScheduler {
   std::vector<TicketRecord> take_records();
   std::map<std::string, LabelTotals> totals();
   void reset_totals();
-  // By label; not reset, so that decisions by them are equal on all ranks.
+  // By label; not reset.
   std::map<std::string, SumErrors> errors() const;
   // Layers whose sums were too wrong and are sent in bf16 (quantized_backend.h), with the last error.
   std::map<std::string, double> exempted() const;

@@ -89,11 +89,11 @@ void OverlapScheduler::note_error(const Judgement& work, const std::string& labe
   const double error = work.relative_error.value_or(std::numeric_limits<double>::infinity());
   if (work.then == Then::exempted) exempted_[work.layer] = error;
   if (rank_ == 0)
-    TORCH_WARN("the relative error of ", work.layer, " stayed above ", QuantizedBackend::kLargestError, ": ",
-               error, "; ",
+    TORCH_WARN("the relative error of ", work.layer, " stayed above ", LayerErrors::kLargest, ": ", error,
+               "; ",
                work.then == Then::exempted  ? "it is sent in bfloat16 from now on"
                : work.then == Then::rotated ? "its blocks are rotated from now on"
-                                            : "give another wire_dtype, such as bfloat16");
+                                            : "send it in another type, or in its own");
 }
 
 std::map<std::string, double> OverlapScheduler::exempted() const {

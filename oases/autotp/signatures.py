@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
@@ -30,7 +31,15 @@ from oases.autotp.export import (
 )
 from oases.autotp.layers import LayerList, TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear
-from oases.autotp.module_snapshot import indices_in, inner_hooks, look_of, modes_of, set_modes, states_of
+from oases.autotp.module_snapshot import (
+    Modes,
+    indices_in,
+    inner_hooks,
+    look_of,
+    modes_of,
+    set_modes,
+    states_of,
+)
 from oases.autotp.program import Program, shapes_of
 from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
@@ -58,14 +67,15 @@ class LayerSignature:
         self.states = states_of(twin)
         flat, tree = leaves(args, kwargs)
         modes = modes_of(twin, self.states)
-        self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), next(twin.parameters()).device
-        self._traces: dict[int, Exported] = {}
-        """Graphs of the sample, by index in _VARYING, until it is run."""
+        self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), _places_of(twin)
+        self._traces: dict[int, Exported | UnsplittableError] = {}
+        """Graphs of the sample, or why there is none, by index in _VARYING, until it is run."""
         for level in (0, len(_VARYING) - 1):
-            set_modes(twin, modes, self.states)  # a forward that cannot be traced may have changed some
+            found = self._traces[level] = self._exported(args, kwargs, modes, level)
             try:
-                self._traces[level] = export(twin, args, kwargs, _VARYING[level])
-                self._decide(self._traces[level], keep)
+                if isinstance(found, UnsplittableError):
+                    raise found
+                self._decide(found, keep)
                 if not (self.sums or self.refused):
                     break
             except UnsplittableError as error:  # a layer may be sharded where its lengths are known
@@ -149,14 +159,14 @@ class LayerSignature:
         """
         flat, _ = leaves(args, kwargs)
         traces, self._traces = self._traces, {}
-        if self._sample != (key[0], shapes_of(flat), next(self.twin.parameters()).device):
+        if self._sample != (key[0], shapes_of(flat), _places_of(self.twin)):
             traces = {}
         for level in range(self._levels.get(key, 0), len(_VARYING)):
+            found = traces.get(level) or self._exported(args, kwargs, key[0].modes, level)
             try:
-                if level not in traces:
-                    set_modes(self.twin, key[0].modes, self.states)  # each time, as for the sample
-                    traces = traces | {level: export(self.twin, args, kwargs, _VARYING[level])}
-                return traces[level], self._walked(traces[level])
+                if isinstance(found, UnsplittableError):
+                    raise found
+                return found, self._walked(found)
             except TooLongError:
                 raise
             except UnsplittableError:  # trace more of these shapes alone
@@ -164,6 +174,16 @@ class LayerSignature:
                 if _VARYING[level] is None:
                     raise
         raise AssertionError("the last level returns or raises")
+
+    def _exported(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes, level: int
+    ) -> Exported | UnsplittableError:
+        """Graph of a call with the dynamic lengths of a level, or why there is none."""
+        set_modes(self.twin, modes, self.states)  # each time: a forward that cannot be traced may have changed some
+        try:
+            return export(self.twin, args, kwargs, _VARYING[level])
+        except UnsplittableError as error:
+            return error
 
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
@@ -210,6 +230,11 @@ def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, su
     nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
              if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
     return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
+
+
+def _places_of(twin: nn.Module) -> list[tuple[torch.device, torch.dtype]]:
+    """Devices and types of a module's parameters."""
+    return [(parameter.device, parameter.dtype) for parameter in twin.parameters()]
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:

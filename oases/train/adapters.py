@@ -34,7 +34,7 @@ def require_adapters(rank: int, targets: str, model: str | None, weights: str | 
         )
 
 
-def lora_config(rank: int, targets: str, base: str | None = None) -> Any:
+def lora_config(rank: int, targets: str, task: str = "CAUSAL_LM", base: str | None = None) -> Any:
     """LoraConfig of peft. targets: names of modules with commas between, or ALL_LINEAR. base: path of the model.
 
     UsageError where peft is not installed.
@@ -45,8 +45,8 @@ def lora_config(rank: int, targets: str, base: str | None = None) -> Any:
         raise UsageError(f"lora_rank {rank} needs peft; run pip install peft") from error
     chosen = targets if targets == ALL_LINEAR else [name.strip() for name in targets.split(",")]
     return peft.LoraConfig(
-        r=rank, lora_alpha=SCALING * rank, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base
-    )
+        r=rank, lora_alpha=SCALING * rank, target_modules=chosen, task_type=task, base_model_name_or_path=base,
+    )  # fmt: skip
 
 
 def add_adapters(model: nn.Module, config: Any, device: torch.device) -> nn.Module:
@@ -76,6 +76,9 @@ def adapter_names(stored: Iterable[str]) -> dict[str, str]:
     return {name.replace(f".{_NAME}.", "."): name for name in stored if ".lora_" in name and f".{_NAME}." in name}
 
 
-def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write adapter_config.json of a run. config: its settings by name."""
-    lora_config(config["lora_rank"], config["lora_targets"], config["model"]).save_pretrained(str(folder))
+def write_adapter_config(folder: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Write adapter_config.json of a run. config: its settings by name. names: of the adapters' tensors."""
+    both = {part for name in names for part in name.split(".") if part in ("encoder", "decoder")}
+    task = "SEQ_2_SEQ_LM" if len(both) == 2 else "CAUSAL_LM"
+    made = lora_config(config["lora_rank"], config["lora_targets"], task, config["model"])
+    made.save_pretrained(str(folder))

@@ -50,8 +50,7 @@ _SET_BY_PLAN = (
 class TrainConfig(ExpertOptions):
     """Configuration of a training run, validated on construction; UsageError names the invalid value."""
 
-    encoder_decoder: ClassVar[bool] = False
-    """Whether the model has an encoder, of the text before what its decoder predicts."""
+    encoder_decoder: ClassVar[bool] = False  # whether an encoder reads the text before what the decoder predicts
 
     model: str | None = option(
         None,
@@ -194,7 +193,8 @@ class TrainConfig(ExpertOptions):
     @property
     def lora(self) -> Any:
         """LoraConfig of the adapters that are trained; None without."""
-        return lora_config(self.lora_rank, self.lora_targets) if self.lora_rank else None
+        task = "SEQ_2_SEQ_LM" if self.encoder_decoder else "CAUSAL_LM"
+        return lora_config(self.lora_rank, self.lora_targets, task) if self.lora_rank else None
 
     def _sort_list(self) -> None:
         """Move a pipeline or expert schedule file from `schedule` to its field. ScheduleError if invalid."""
@@ -335,7 +335,7 @@ class TrainConfig(ExpertOptions):
         return corpus
 
     def samples(self, corpus: Corpus | Instructions, split: str, step: int, batch: int) -> dict[str, Tensor]:
-        """Draw a batch for a transformers model. UsageError as the corpus raises."""
+        """Draw a batch as a transformers model takes it. UsageError as the corpus raises."""
         draw = corpus.pairs if self.encoder_decoder else corpus.samples
         return draw(split=split, step=step, batch=batch, sequence=self.sequence, seed=self.seed)
 

@@ -25,6 +25,9 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that predict the next token."""
 _ENDS = ("decoder_start_token_id", "pad_token_id")
 """Tokens that an encoder-decoder makes its decoder's input of labels with."""
+_BY_PADDING = ("mbart", "plbart")
+"""Kinds that do so without the first of them."""
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 def trained_configuration(path: str) -> Any:
@@ -37,10 +40,17 @@ def trained_configuration(path: str) -> Any:
     named = data.get("architectures") or []
     names = [str(name) for name in named] if isinstance(named, (list, tuple)) else []
     causal = not names or any(name.endswith(_CAUSAL) for name in names)
-    if causal or any(name.endswith("Generation") for name in names):
+    if causal or any(name.endswith(("Generation", "MTModel")) for name in names):
         found = configuration(data)
         if found.is_encoder_decoder and _translates(found, names):
-            missing = [name for name in _ENDS if getattr(found, name, None) is None]
+            unknown = [name for name in _SIZES if not isinstance(getattr(found, name, None), int)]
+            if unknown:
+                raise UsageError(
+                    f"--model {path!r} has no {unknown[0]}, but sizes of its encoder and decoder apart; train it by "
+                    "oases.parallelize(model, mesh=...) in a loop of your own"
+                )
+            ends = _ENDS[1:] if found.model_type in _BY_PADDING else _ENDS
+            missing = [name for name in ends if getattr(found, name, None) is None]
             if missing:
                 raise UsageError(
                     f"--model {path!r} has no {missing[0]}, from which a decoder's inputs are made; set it in its "

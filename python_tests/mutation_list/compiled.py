@@ -58,9 +58,9 @@ COMPILED = (
     Mutation(
         "large_errors_judged_by_one_rank",
         "csrc/quantized_backend.cpp",
-        "  on_cpu_->allreduce(both)->wait();\n  const double squares",
-        "  const double squares",
-        ("execution/test_quantized.py",),
+        "on_cpu_->allreduce(both)->wait();",
+        "",
+        ("execution/test_quantized.py", "execution/test_wire_errors.py"),
         "Each rank decides by its own rounding errors whether a layer is sent in bfloat16.",
     ),
     Mutation(

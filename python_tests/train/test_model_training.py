@@ -295,6 +295,28 @@ def test_models_of_other_kinds_are_named(llama, tmp_path, monkeypatch, given, na
     assert "oases.parallelize(model, mesh=...) in a loop of your own" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_type": "marian", "architectures": ["MarianMTModel"], "decoder_start_token_id": 0},
+        {"model_type": "mbart", "architectures": ["MBartForConditionalGeneration"]},
+    ],
+    ids=lambda given: given["model_type"],
+)
+def test_encoder_decoders_of_text_are_taken(tmp_path, given):
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "vocab_size": 256, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**given, **sizes}))
+    config = config_of(str(tmp_path))
+    assert config.encoder_decoder
+    assert config.layers == 5
+
+
+def test_an_encoder_decoder_without_sizes_of_its_own_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5gemma"}))
+    with pytest.raises(UsageError, match="has no hidden_size, but sizes of its encoder and decoder apart; train it"):
+        config_of(str(tmp_path))
+
+
 def test_a_decoder_without_a_first_token_is_told(t5, tmp_path):
     """Its inputs are its labels after that token."""
     (tmp_path / "config.json").write_text(json.dumps(T5 | {"decoder_start_token_id": None}))

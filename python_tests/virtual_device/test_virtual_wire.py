@@ -127,7 +127,7 @@ def test_errors_are_measured_and_large_ones_told(two_virtual):
     assert float((here - 0.98).abs().median()) < 0.5  # ... and rotated
     (text,) = texts
     assert text.startswith("the relative error of there stayed above 0.25: 0.5")
-    assert "; give another wire_dtype, such as bfloat16" in text
+    assert "; send it in another type, or in its own" in text
     assert none == []
 
 

@@ -256,7 +256,7 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     header = {ours: (stored[name][1], stored[name][0]) for ours, name in names.items()}
     if adapted:
         make_folder(file, "adapter folder")
-        write_adapter_config(file, settings)
+        write_adapter_config(file, settings, names)
         file /= "adapter_model.safetensors"
     aside = file.with_name(f".{file.name}.part")
     try:
