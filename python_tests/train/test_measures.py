@@ -15,6 +15,7 @@ from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
 from oases.execution.wire import add_wire
+from oases.kernels.quantized import dequantize, quantize
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
@@ -330,16 +331,17 @@ class Sender:
 
 def check_whole_report(corpus):
     """A run's report has what was exempted from quantisation, and each sender once."""
-    add_wire(dist.group.WORLD, "int4")  # before the run's groups, by whose number torch would name it
+    add_wire(dist.group.WORLD, "int4:rotated")  # before the run's groups, by whose number torch would name it
     plan = stages(1, 2)
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
     scheduler, sender = scheduler_of(trainer.group), Sender(trainer.group)
     register(sender)
     hard = torch.full((128,), 0.49)
-    hard[0] = 7.0  # int4 loses the others
+    hard[0] = 7.0  # int4 loses the others; here, of the numbers that are these when they are rotated
+    hard = dequantize(quantize(hard, "int8"), 128, "int8:rotated")
     with warnings.catch_warnings(action="ignore"):
         for _ in range(64):
-            scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int4"))
+            scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int4:rotated"))
     found = trainer.overlap()
     assert found.exempted["F 4 (stack 78, layer 2, MLP)"] > 0.25
     assert found.sections.count(sender) == 1

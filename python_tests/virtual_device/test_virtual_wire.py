@@ -95,7 +95,7 @@ def test_three_ranks(three_virtual):
 
 
 def measured():
-    """What is known of the errors of sums of outliers, after as many on the device as on the CPU."""
+    """Errors known of sums of outliers, results and warnings, after as many on the device as on the CPU."""
     _, place = device.take()
     add_wire(dist.group.WORLD, "int4")
     scheduler, x = scheduler_of(dist.group.WORLD), torch.full((2, 640), 0.49)
