@@ -11,7 +11,8 @@
 namespace oases {
 
 // Of a collective of quantised numbers; read it after the wait. Equal on all ranks on the CPU; on an accelerator of an
-// earlier collective of the layer, whichever had arrived. relative_error: where it was sampled. exempt: sent in bf16. layer: of which the errors stayed too large, or ""; then: what is done about it.
+// earlier collective of the layer, whichever had arrived. relative_error: where it was sampled. exempt: sent in bf16.
+// layer: of which the errors stayed too large, or ""; then: what is done about it.
 struct Judgement {
   std::optional<double> relative_error;
   bool exempt = false;

@@ -5,9 +5,9 @@
 // own: the order on the inner backend is that of the calls, on every rank.
 //
 // One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
-// whose last three samples were above LayerErrors::kLargest is rotated from then on, where the wire is of int8 or int4 and is
-// not; if the next collective's error is still above it, the layer is sent in bf16. The ranks sum what they measured,
-// and each layer's state changes in the order of the collectives, so all change at the same one.
+// whose last three samples were above LayerErrors::kLargest is rotated from then on, where the wire is of int8 or int4
+// and is not; if the next collective's error is still above it, the layer is sent in bf16. The ranks sum what they
+// measured, and each layer's state changes in the order of the collectives, so all change at the same one.
 //
 // Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
 // caller's stream waits before the caller does. What is measured there is read when it has arrived, which is not at
