@@ -6,8 +6,9 @@
 #include "quantize_math.h"
 
 // One body for every instruction set: the compiler vectorises the loops for each, the loader picks at run time. None
-// makes one operation of a product and a sum, so that all round alike.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// makes one operation of a product and a sum, so that all round alike. ThreadSanitizer's calls in what picks, which the
+// loader runs before it has found them, end the program.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define OASES_FOR_EACH_ISA                                                     \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), \
                  optimize("O3", "fp-contract=off")))

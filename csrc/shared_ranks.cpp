@@ -88,11 +88,10 @@ struct SharedRanks::Board {
 namespace {
 enum Broken : uint32_t { kWhole, kWriting, kBroken };
 
-// Waiting actively is worth while only where another processor brings what is waited for.
-int spins_for(int ranks) {
-  const long processors = sysconf(_SC_NPROCESSORS_ONLN);
-  return processors >= ranks ? 300 : 0;
-}
+// Waiting actively is worth while only where another processor brings what is waited for. An idle rank waits so for as
+// long as a piece takes: ranks that sleep by turns are never runnable at once, so the kernel leaves them on one processor.
+constexpr int kSpins = 300, kIdleSpins = 4000;
+bool has_processor_for_each(int ranks) { return sysconf(_SC_NPROCESSORS_ONLN) >= ranks; }
 }  // namespace
 
 SharedRanks::~SharedRanks() {
@@ -198,7 +197,10 @@ struct SharedRanks::Join {
 
 SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          milliseconds timeout)
-    : rank_(rank), size_(size), spins_(spins_for(size)) {
+    : rank_(rank),
+      size_(size),
+      spins_(has_processor_for_each(size) ? kSpins : 0),
+      idle_spins_(spins_ > 0 ? kIdleSpins : 0) {
   lay_out();
   Join join(*this, store, timeout);
   try {
@@ -281,7 +283,7 @@ void SharedRanks::meet(const Patience& patience) {
     shared.steps.set(next);
   } else {
     while (shared.steps.value() != next) {
-      shared.steps.wait(step_, kLook, spins_);
+      shared.steps.wait(step_, kLook, patience.idle ? idle_spins_ : spins_);
       if (shared.steps.value() == next) break;
       check_whole();
       const std::string lost = look_for_lost();

@@ -38,15 +38,19 @@ class Bell {
   std::atomic<uint32_t> word_, sleepers_;
 };
 
-// How long an operation may wait, and what its errors call it.
+// How long an operation may wait, and what its errors call it. idle: its rank has nothing else to do meanwhile.
 struct Patience {
-  Patience(std::string operation, std::chrono::milliseconds timeout)
-      : operation(std::move(operation)), timeout(timeout), end(std::chrono::steady_clock::now() + timeout) {}
+  Patience(std::string operation, std::chrono::milliseconds timeout, bool idle = false)
+      : operation(std::move(operation)),
+        timeout(timeout),
+        end(std::chrono::steady_clock::now() + timeout),
+        idle(idle) {}
   bool over() const { return std::chrono::steady_clock::now() >= end; }
 
   std::string operation;
   std::chrono::milliseconds timeout;
   std::chrono::steady_clock::time_point end;
+  bool idle;
 };
 
 class SharedRanks {
@@ -106,7 +110,7 @@ class SharedRanks {
   std::string missing() const;
 
   const int rank_, size_;
-  const int spins_;
+  const int spins_, idle_spins_;
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
   int64_t slots_at_ = 0, device_area_at_ = 0, message_areas_at_ = 0, message_area_bytes_ = 0, bytes_ = 0;
   uint32_t step_ = 0;

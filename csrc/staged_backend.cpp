@@ -94,10 +94,10 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
     });
   }
   auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
-  const auto job = [run = std::move(run), name, timeout = timeout_or_default(how.timeout), this] {
+  const auto job = [run = std::move(run), name, timeout = timeout_or_default(how.timeout), this](bool idle) {
     const at::AutoDispatchBelowADInplaceOrView below;  // as in worker.h
     ranks_->check_whole();
-    const Patience patience(name, timeout);
+    const Patience patience(name, timeout, idle);
     const uint32_t turn = collectives_.turn();
     try {
       run(collectives_, patience);
@@ -118,7 +118,7 @@ StagedBackend::Work StagedBackend::enqueue(c10d::OpType type, const char* name, 
   lock.unlock();
   std::exception_ptr error;
   try {
-    job();
+    job(true);
   } catch (...) {
     error = std::current_exception();  // rethrown by the wait that follows
   }
@@ -142,7 +142,7 @@ void StagedBackend::serve() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      job.run();
+      job.run(false);
     } catch (...) {
       error = std::current_exception();  // rethrown to callers that wait
     }

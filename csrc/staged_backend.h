@@ -73,7 +73,7 @@ class StagedBackend : public c10d::Backend {
  private:
   struct Job {
     c10::intrusive_ptr<LocalWork> work;
-    std::function<void()> run;
+    std::function<void(bool idle)> run;
   };
   // How to run an operation: its options, in whatever struct of c10d.
   struct How {

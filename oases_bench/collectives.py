@@ -61,13 +61,13 @@ class CollectivesBenchConfig(BenchConfig):
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the tensors. UsageError for what is not a positive number."""
+        """Bytes of the tensors, each once. UsageError for what is not a positive number."""
         texts = [text.strip() for text in self.kilobytes.split(",") if text.strip()]
         if any(not text.isdecimal() or not 1 <= int(text[:9]) <= 1 << 24 for text in texts):
             raise UsageError(
                 f"--kilobytes {self.kilobytes!r:.80} must be positive numbers, joined by commas, e.g. 64,4096"
             )
-        return [int(text) << 10 for text in texts]
+        return list(dict.fromkeys(int(text) << 10 for text in texts))
 
 
 class _Case:

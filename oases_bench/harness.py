@@ -63,8 +63,8 @@ class BenchConfig:
                 raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(self, name)}")
 
     def parse_list(self, name: str, known: Iterable[str]) -> list[str]:
-        """Split an option of comma-separated names. UsageError for one that is not `known`."""
-        found = [text.strip() for text in getattr(self, name).split(",") if text.strip()]
+        """Names of an option that joins them by commas, each once. UsageError for one that is not `known`."""
+        found = list(dict.fromkeys(text.strip() for text in getattr(self, name).split(",") if text.strip()))
         for each in found:
             if each not in known:
                 raise UsageError(f"{flag_of(name)} {each!r} is unknown; known are {', '.join(known)}")

@@ -8,7 +8,8 @@ from oases_bench.harness import Ranks
 
 
 def test_every_operation_over_both_backends(two_ranks):
-    config = CollectivesBenchConfig(operations=",".join(OPERATIONS), kilobytes="1,300", iterations=1)
+    operations = ",".join((*OPERATIONS, "all_reduce"))
+    config = CollectivesBenchConfig(operations=operations, kilobytes="1,300,1", iterations=1)
     result = two_ranks.run(run_collectives_bench, config, Ranks(), False)[0]
     rows = [(row["operation"], row["bytes"] >> 10, row["backend"]) for row in result["collectives"]]
     assert rows == [(name, size, backend) for name in OPERATIONS for size in (1, 300) for backend in BACKENDS]
