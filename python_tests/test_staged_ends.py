@@ -180,6 +180,17 @@ def sends_a_part(port: int, connection: Any) -> None:
     work.wait()
 
 
+def stop(process: int) -> None:
+    """Stop all threads of a process: a signal alone does so some time later."""
+    os.kill(process, signal.SIGSTOP)
+    end = time.monotonic() + 60
+    while any(
+        path.read_text().rpartition(")")[2].split()[0] != "T" for path in Path(f"/proc/{process}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < end, "it does not stop"
+        time.sleep(0.01)
+
+
 @pytest.mark.long
 def test_a_sender_that_is_killed_in_the_middle_of_a_message_is_noticed():
     """After what it has left is taken, nothing more is queued: yet the receiver goes on to look after it."""
@@ -193,7 +204,7 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_message_is_noticed():
         backend = staged_backend(dist.TCPStore("127.0.0.1", store.port), 0, 2, timedelta(seconds=60))
         assert ours.poll(60)
         ours.recv()
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         work = backend.recv([torch.empty(1_000_000)], 1, 0)
         time.sleep(0.5)  # it takes what is there
         process.kill()
