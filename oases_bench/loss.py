@@ -49,6 +49,7 @@ class LossBenchConfig(BenchConfig):
     data: str | None = option(None, "text file or folder to train on; default: Python's standard library")
     hidden: int = option(128, "width of the model, features")
     layers: int = option(4, "transformer layers")
+    heads: int = option(0, "attention heads; 0 = hidden / 64, at least one on each rank")
     sequence: int = option(64, "tokens per sample")
     batch: int = option(16, "samples per step")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
@@ -64,7 +65,7 @@ class LossBenchConfig(BenchConfig):
 
     def prepared(self, ranks: Ranks) -> LossBenchConfig:
         """Validate the sizes of the model, or read the model."""
-        sizes = [name for name in ("hidden", "layers") if name in ranks.given]
+        sizes = [name for name in ("hidden", "layers", "heads") if name in ranks.given]
         if self.model is not None and sizes:
             raise UsageError(
                 f"--{sizes[0]} is for the built-in GPT; --model {self.model!r} has its own; leave it out"
@@ -75,7 +76,9 @@ class LossBenchConfig(BenchConfig):
 
     def training(self, wire: str, seed: int, ranks: int) -> TrainConfig:
         """Configuration of one training."""
-        sizes: dict[str, Any] = {"hidden": self.hidden, "layers": self.layers} if self.model is None else {}
+        heads = self.heads or max(ranks, self.hidden // 64)
+        own: dict[str, Any] = {"hidden": self.hidden, "layers": self.layers, "heads": heads}
+        sizes = own if self.model is None else {}
         return TrainConfig(
             **sizes, model=self.model, data=self.data, sequence=self.sequence, batch=self.batch, steps=self.steps,
             learning_rate=self.learning_rate, seed=seed, wire_dtype=wire, degrees=Degrees(tensor=ranks),

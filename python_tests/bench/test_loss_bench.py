@@ -33,6 +33,13 @@ def test_unknown_wires():
         LossBenchConfig(wires="none,int7")
 
 
+def test_heads_for_every_rank():
+    config = LossBenchConfig(sequence=8).prepared(Ranks(4))
+    assert [config.training("none", 0, ranks).heads for ranks in (2, 4)] == [2, 4]
+    with pytest.raises(UsageError, match="heads 2 does not divide by --tp 4"):
+        LossBenchConfig(sequence=8, heads=2).prepared(Ranks(4))
+
+
 @pytest.fixture
 def llama(tmp_path):
     transformers = pytest.importorskip("transformers")
