@@ -13,6 +13,8 @@ from oases import cli
 from oases.planner import choose
 from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
+from oases.schedule import format_schedule
+from oases.schedule.pipeline import one_f_one_b
 
 PROFILE = {
     "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,
@@ -98,8 +100,9 @@ def test_simulate_a_plan(planned, tmp_path, capsys):
     assert result["memory_bytes"] == max(plan.prediction.memory_bytes)
     assert result["fits"]
     assert tuple(stage["memory_bytes"] for stage in result["stages"]) == plan.prediction.memory_bytes
-    assert max(stage["exposed_seconds"] for stage in result["stages"]) == result["exposed_seconds"]
-    assert max(stage["bubble_seconds"] for stage in result["stages"]) == plan.prediction.bubble_seconds
+    busiest = min(result["stages"], key=lambda stage: stage["exposed_seconds"] + stage["bubble_seconds"])
+    assert busiest["exposed_seconds"] == result["exposed_seconds"] == plan.prediction.exposed_seconds
+    assert busiest["bubble_seconds"] == result["bubble_seconds"] == plan.prediction.bubble_seconds
     assert result["tokens_per_second"] == pytest.approx(128 * 16 / result["step_seconds"])
     assert "stage 0 compute |" in capsys.readouterr().out
 
@@ -150,6 +153,21 @@ def test_simulate_every_pipeline(pipeline, tmp_path, capsys):
     early = pipeline in ("pre_recompute", "last_no_recompute", "shifted_critical_path")
     assert (drawn.count("R") >= 3) == early, "what is recomputed early is drawn apart"
     assert "stage 3 compute" in page.read_text()
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "a list"])
+def test_many_micro_batches_are_drawn_in_numbers_that_the_pipeline_has(pipeline, tmp_path, capsys):
+    """Fewer are drawn than there are: of interleaved a multiple of the stages, of a list all."""
+    given, page = [*MODEL[:4], "--layers", "8", *MODEL[6:], "--cluster", "4x3090"], tmp_path / "page.html"
+    stages = "4" if pipeline == "interleaved" else "2"
+    if pipeline == "a list":
+        path = tmp_path / "list.txt"
+        path.write_text(format_schedule(one_f_one_b(2, 200)))
+        pipeline = str(path)
+    sizes = ["--global-batch", "800", "--stages", stages, "--micro-batches", "200", "--pipeline", pipeline]
+    cli.main(["simulate", *given, *sizes, "--html", str(page)])
+    assert "stage 1 compute" in page.read_text()
+    assert ("of the 200 micro-batches" in capsys.readouterr().out) == (stages == "4")
 
 
 def test_simulate_what_fits_on_each_stage(tmp_path, capsys):
@@ -265,6 +283,9 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--tp", "0"], ["--tp", "got 0"]),
         ([*GIVEN, "--tp", "3"], ["--tp 3", "4 devices"]),
         ([*GIVEN, "--tp", "2", "--no-zero"], ["--tp", "leave out --no-zero"]),
+        ([*GIVEN, "--tp", "2", "--expert-parallel", "2"], ["--tp", "leave out --expert-parallel"]),
+        (["--plan", "PLAN", "--cluster", "4x3090", "--expert-parallel", "4"], ["leave out --expert-parallel"]),
+        (["--schedule", "block_wise", "--expert-parallel", "2"], ["without a model", "leave out --expert-parallel"]),
         ([*GIVEN, "--stages", "3"], ["--stages 3", "4 devices"]),
         ([*GIVEN, "--stages", "4"], ["--stages 4", "2 layers"]),
         ([*GIVEN, "--stages", "2", "--micro-batches", "3"], ["3 micro-batches", "not an integer"]),
@@ -276,6 +297,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--recompute", "merak:2"], ["share of layers must be from 0 to 1", "2"]),
         ([*GIVEN, "--pipeline", "interleaved", "--stages", "2"], ["--stages 2 of 2 model chunks each", "2 layers"]),
         ([*GIVEN, "--recompute", "3"], ["recomputed_layers", "got 3"]),
+        ([*GIVEN, "--recompute", "1234567890"], ["'1234567890'", "number of layers"]),
         ([*GIVEN, "--pipeline", "nosuch"], ["'nosuch'", "gpipe"]),
         ([*GIVEN, "--html", "/dev/null/x.html"], ["--html", "a file is in the way"]),
         ([*GIVEN, "--trace", "/dev/null/x.json"], ["--trace", "a file is in the way"]),
@@ -307,3 +329,16 @@ def test_a_plan_in_bfloat16_can_be_executed_and_one_in_float16_cannot(capsys, tm
     check(read_plan(path))
     error = fails(capsys, "plan", *GIVEN, "--dtype", "float16")
     assert "dtype float16 cannot be trained, only float32, bfloat16; oases simulate predicts it" in error
+
+
+def test_chunks_of_a_model_with_one_block_per_layer(tmp_path):
+    """GPT-NeoX adds attention and MLP in one sum: its parts are whole layers too."""
+    pytest.importorskip("transformers")
+    config, found = tmp_path / "config.json", tmp_path / "found.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 128}
+    config.write_text(json.dumps({"model_type": "gpt_neox", "vocab_size": 256, **sizes}))
+    given = ["--model", str(config), "--sequence", "64", "--cluster", "2x3090", "--global-batch", "4"]
+    by_hand = ["--stages", "2", "--micro-batches", "4", "--pipeline", "interleaved"]
+    cli.main(["simulate", *given, *by_hand, "--json", str(found)])
+    stages = json.loads(found.read_text())["plan"]["stages"]
+    assert [[segment["num_blocks"] for segment in stage["segments"]] for stage in stages] == [[3, 3], [3, 3]]

@@ -262,7 +262,11 @@ def test_sizes_and_degrees():
         (["--iterations", "0"], ["iterations", "got 0"]),
         (["--append"], ["--append needs --json"]),
         (["--convert", "/nowhere"], ["--convert needs --json"]),
-        (["--convert", "/nowhere", "--json", "x.json"], ["'/nowhere' cannot be read: No such file"]),
+        (
+            ["--convert", "/nowhere", "--json", "x.json", "--append", "--tp=4"],
+            ["leave out --append, --batch, --heads"],
+        ),
+        (["--model", "/nowhere"], ["'/nowhere'"]),
         (["--json", "/dev/null/x.json"], ["a file is in the way"]),
     ],
     ids=" ".join,
@@ -288,9 +292,12 @@ def test_a_file_of_published_times_becomes_a_profile(tmp_path, capsys):
     }
     source, target = tmp_path / "published.json", tmp_path / "h.json"
     source.write_text(json.dumps(body))
-    profile("--convert", str(source), "--json", str(target))
+    cli.main(["profile", "--convert", str(source), "--json", str(target)])
     assert read_hardware(target) == read_hardware(source)
     assert "T4 16 GiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--convert", "/nowhere", "--json", str(target)])
+    assert "'/nowhere' cannot be read: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -153,6 +153,10 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     if options.json is None and (options.convert is not None or options.append):
         raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE for the profile")
+    if options.convert is not None:
+        flags = {word.partition("=")[0] for word in given if word.startswith("--")}
+        if others := sorted(flags - {"--convert", "--json", "--name"}):
+            raise UsageError(f"--convert writes a new profile and measures nothing; leave out {', '.join(others)}")
     hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
     if not is_first_rank():
         return
@@ -168,6 +172,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
+    from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
     from oases.launch.ranks import run_ranks
     from oases.profile.config import ProfileConfig
     from oases.profile.run import Surroundings, require_same_device, run_profile
@@ -175,6 +180,9 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
 
     config = config_from(ProfileConfig, options)
     config.check(options.tp)
+    if config.model is not None:  # before ranks measure anything
+        data = with_layers(read_configuration(Path(config.model), "--model"), config.layers)
+        configured_model(data, config.dtype)
     known = None
     if options.append and Path(options.json).is_file():
         known = read_hardware(options.json)

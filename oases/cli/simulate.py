@@ -47,6 +47,7 @@ _FOR_SEARCH = (
     "no_sequence_parallel",
     "wire",
     "allow_lossy",
+    "expert_parallel",
 )
 _OF_A_CLUSTER = ("plan", "cluster", "profile", "world", "ranks_per_node", "link", "memory")
 _OF_A_PLAN = (
@@ -142,8 +143,8 @@ def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: in
     stages = zip(found.exposed, found.bubbles, found.peak_bytes, strict=True)
     return {
         **dataclasses.asdict(throughput(plan, hardware)),
-        "exposed_seconds": max(found.exposed),
-        "bubble_seconds": max(found.bubbles),
+        "exposed_seconds": found.exposed[found.busiest],
+        "bubble_seconds": found.bubbles[found.busiest],
         "memory_bytes": max(found.peak_bytes),
         "capacity_bytes": capacity,
         "fits": max(found.peak_bytes) <= capacity,
@@ -222,8 +223,9 @@ def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, worl
     space = Space((tp,), (schedule,), (sub_batches,), recompute=again.kind != "none")
     predictor, capacity = Predictor(hardware), usable_bytes(hardware, options.memory)
     search = SettingSearch(setting, StackTimings(model, hardware, space), capacity, predictor)
+    chunks, each = setting.chunks, len(model.layer_kinds[0])
     made = [
-        Stage(tuple(Segment(count, tp, schedule, sub_batches) for count in part_blocks(blocks, setting.chunks)))
+        Stage(tuple(Segment(count, tp, schedule, sub_batches) for count in part_blocks(blocks, chunks, each)))
         for blocks in search.stage_blocks((tp,), again.shares(stages, pipeline))
     ]
     plan = Plan(model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero), pipeline)

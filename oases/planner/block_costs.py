@@ -87,7 +87,7 @@ class BlockCosts:
         for count, degree in divided(self.model, kind, tp):
             replicas, num_bytes = self.setting.stage_ranks // degree, count * self.model.element_bytes
             if not (self.setting.fsdp or self.setting.zero):
-                summed += collective_seconds("all_reduce", replicas, num_bytes, degree)
+                summed += collective_seconds("all_reduce", replicas, count * GRADIENT_BYTES, degree)
                 continue
             # Gathered twice per micro-batch, or once; gradients reduced in each.
             gathered = collective_seconds("all_gather", replicas, num_bytes, degree)

@@ -9,6 +9,7 @@ from oases.planner.choose import seconds_of
 from oases.planner.predict import LARGEST_PROGRAM, Predictor
 from oases.planner.recomputation import num_layers, recomputing
 from oases.plans.plan import Plan, Stage
+from oases.schedule import is_text
 from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
 from oases.simulator.peaks import peak_flops
@@ -154,8 +155,12 @@ def _every_op(plan: Plan) -> int:
 
 
 def _fitting(plan: Plan, micro_batches: int) -> Plan:
-    """The plan with at least two and at most so many micro-batches of the same size."""
-    count = min(plan.micro_batches, max(2, micro_batches))
+    """The plan with about so many micro-batches of the same size, at least two; a list of passes needs all."""
+    if is_text(plan.pipeline):
+        return plan
+    count, stages = min(plan.micro_batches, max(2, micro_batches)), len(plan.stages)
+    if plan.pipeline == "interleaved":
+        count = max(stages, count // stages * stages)
     samples = plan.global_batch // plan.micro_batches
     return replace(plan, micro_batches=count, global_batch=count * samples, prediction=None)
 

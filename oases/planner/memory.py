@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from oases.errors import UsageError
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
@@ -116,8 +117,17 @@ def sharding_bytes(model: Model, tp: int, ends: int, *, fsdp: bool) -> int:
 
 
 def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:
-    """Bytes that a plan may use: the budget, or the device's without those of the runtime and of fragments."""
+    """Bytes that a plan may use: the budget, or the device's without those of the runtime and of fragments.
+
+    UsageError where these leave nothing.
+    """
     if budget is not None:
         return budget
-    runtime = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
-    return max(0, int((1 - FRAGMENTED) * hardware.device.memory_bytes) - runtime)
+    runtime, whole = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES, hardware.device.memory_bytes
+    usable = int((1 - FRAGMENTED) * whole) - runtime
+    if usable <= 0:
+        raise UsageError(
+            f"profile {hardware.name!r}: a device of {whole / 2**30:.1f} GiB has no memory beside the runtime's "
+            f"{runtime / 2**30:.1f} GiB; say how much may be filled (--memory)"
+        )
+    return usable

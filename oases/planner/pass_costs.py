@@ -107,6 +107,11 @@ class PipelineTimes:
     peak_bytes: tuple[int, ...]
     optimizer: tuple[float, ...]
 
+    @property
+    def busiest(self) -> int:
+        """Stage that computes most: all end together, so that it waits least."""
+        return min(range(len(self.exposed)), key=lambda stage: self.exposed[stage] + self.bubbles[stage])
+
 
 def pipeline_times(name: str, num_micro_batches: int, stages: Sequence[StageCosts]) -> PipelineTimes:
     """Step time, bubbles and peak memory of a pipeline, given by name or in its text form. Raises ScheduleError.

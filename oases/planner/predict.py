@@ -38,10 +38,10 @@ class Predictor:
         self._costs: dict[tuple[Any, ...], StageCosts] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """Seconds of a step, its exposed communication and bubble, and peak memory by stage."""
+        """Seconds of a step, exposed communication and bubble of its busiest stage, and peak memory by stage."""
         found = self.pipeline_times(plan)
-        bubbles = max(found.bubbles) if len(plan.stages) > 1 else 0.0
-        return Prediction(found.seconds, max(found.exposed), bubbles, found.peak_bytes, max(found.optimizer))
+        bubble = found.bubbles[found.busiest] if len(plan.stages) > 1 else 0.0
+        return Prediction(found.seconds, found.exposed[found.busiest], bubble, found.peak_bytes, max(found.optimizer))
 
     def pipeline_times(self, plan: Plan) -> PipelineTimes:
         """Times and peak memory of the step, by stage."""

@@ -35,8 +35,8 @@ class Recomputation:
         """Parse none, full, fits, a number of layers, or merak:SHARE. Raises UsageError."""
         if text in ("none", "full", "fits"):
             return Recomputation(text)
-        if text.isdecimal():
-            return Recomputation("layers", layers=int(text[:9]))
+        if text.isdecimal() and len(text) < 10:
+            return Recomputation("layers", layers=int(text))
         head, _, share = text.partition(":")
         if head == "merak":
             try:

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
+from oases.limits import MOST_PLACES
 from oases.plans.layered import Model
 from oases.plans.shape import WIRES, ModelShape
 from oases.schedule import PIPELINES
@@ -187,6 +188,8 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
             shared = product(_pipelines(model, stages, micro, space), _sharding(space), space.wire)
             for pipeline, (zero, fsdp), wire in shared:
                 setting = Setting(world, global_batch, stages, micro, zero, pipeline, fsdp, wire)
+                if stages * setting.chunks * micro > MOST_PLACES:  # no list of so many passes is built
+                    continue
                 degrees = setting.degrees(model, hardware, space)
                 if degrees and (not (zero or fsdp) or min(degrees) < setting.stage_ranks):
                     found = True
@@ -197,7 +200,7 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
             for what, values in (("degrees", space.degrees), ("micro-batches", space.micro_batches))
             if values
         )
-        known = [tp for tp in range(1, world + 1) if model.fits_degree(tp)]
+        known = [tp for tp in _divisors(world) if model.fits_degree(tp)]
         raise UsageError(
             f"cannot divide {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "

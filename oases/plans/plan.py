@@ -72,8 +72,8 @@ class Part:
 class Prediction:
     """Prediction of the simulator. memory_bytes: peak memory by stage.
 
-    Exposed communication and bubble are each the maximum over the stages, and so is optimizer_seconds, which is
-    None in plans written before that field existed.
+    Exposed communication and bubble are those of the stage that computes most (in older plans each the maximum over
+    the stages). optimizer_seconds: the maximum; None in plans written before that field existed.
     """
 
     step_seconds: float

@@ -11,7 +11,8 @@ from oases.errors import UsageError
 from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, plan, rank_plans
 from oases.planner.choose import BORDER, seconds_of
 from oases.planner.search import SettingSearch
-from oases.plans.shape import ModelShape
+from oases.planner.space import settings
+from oases.plans.shape import MODELS, ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware import Device, Hardware, LinkModel
 from oases.simulator.program import Contention
@@ -205,8 +206,17 @@ def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_device_that_its_runtime_fills_has_no_plan():
+def test_a_device_that_its_runtime_fills():
     link = LinkModel(1e-4, 1e8)
     hardware = Hardware("small", Device("small", 1 << 30, {"float32": 1e10}, 1e10), 2, link, link)
-    with pytest.raises(NoPlanError, match=r"0\.0 MiB may be filled"):
+    with pytest.raises(
+        UsageError, match=r"'small': a device of 1\.0 GiB has no memory beside the runtime's 1\.0 GiB"
+    ):
         plan(ModelShape(32, 2, 4, 16, vocabulary=256), (hardware, 2), global_batch=8)
+
+
+def test_pipelines_that_are_too_long_to_be_listed_are_not_planned():
+    space = Space(micro_batches=(4096,), pipelines=("one_f_one_b",), degrees=(1,))
+    hardware, world = cluster_called("32x3090")
+    stages = {each.stages for each in settings(MODELS["gpt-2.7b"], hardware, world, 32 * 4096, space)}
+    assert stages == {1, 2, 4, 8, 16}, "32 stages of 4096 micro-batches are more than any list has"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.errors import UsageError
 from oases.parallel.fsdp import local
 from oases.parallel.gradient_averaging import _Lane
 from oases.parallel.optimizer import state_of, weight_of
@@ -174,5 +175,8 @@ def test_context_communicators_and_fragments_are_not_usable():
     fixed = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
     assert usable(24 << 30) == int((1 - FRAGMENTED) * (24 << 30)) - fixed
     assert 0.2e9 < COMMUNICATORS * COMMUNICATOR_BYTES < 0.6e9
-    assert usable(fixed) == 0
+    with pytest.raises(
+        UsageError, match=r"profile .*: a device of 1\.0 GiB has no memory beside the runtime's 1\.0 GiB"
+    ):
+        usable(fixed)
     assert usable(24 << 30, budget=5) == 5

@@ -274,3 +274,14 @@ def test_zero_bubble_defers_the_weight_gradients_of_any_schedule():
     assert apart.weights.seconds == pytest.approx(listed.weights.seconds)
     assert apart.backward.seconds + apart.weights.seconds == pytest.approx(together.backward.seconds)
     assert apart.backward.kept + apart.weights.kept == together.backward.kept
+
+
+def test_compute_exposed_communication_and_bubble_of_one_stage():
+    """Both waits are of the stage that computes most: with maxima over the stages, compute could be negative."""
+    stages = [[(2, 1)], [(2, 1)], [(2, 1)], [(2, 1)]]
+    plan = plan_of(*stages, world=8, micro_batches=8, batch=32)
+    slow = replace(cluster(), node=replace(cluster().node, bytes_per_second=1e8))
+    found, times = Predictor(slow).predict(plan), Predictor(slow).pipeline_times(plan)
+    waits = [exposed + bubble for exposed, bubble in zip(times.exposed, times.bubbles, strict=True)]
+    assert found.exposed_seconds + found.bubble_seconds == pytest.approx(min(waits))
+    assert min(waits) < found.step_seconds < max(times.exposed) + max(times.bubbles)
