@@ -57,15 +57,17 @@ def clip_grad_norm(
                 copies //= parameter.grad.device_mesh.size()  # type: ignore[attr-defined]
             if id(parameter) not in elsewhere:
                 alike[summed, copies, gradient.device, gradient.dtype].append(gradient)
-    if not gradients:
-        return torch.zeros(())
-    device = gradients[0].device
-    squares = {each: torch.zeros((), device=device, dtype=torch.float32) for each in (True, False)}
+    # A stage without gradients, of frozen layers, too: the others wait for its sum.
+    held = gradients or [parameter for parameter in model.parameters() if not parameter.is_meta]
+    example = held[0] if held else torch.zeros(())
+    device, wide = example.device, torch.promote_types(example.dtype, torch.float32)
+    squares = {each: torch.zeros((), device=device, dtype=wide) for each in (True, False)}
     for (summed, copies, _, dtype), some in alike.items():
         norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
         squares[summed] = squares[summed] + (torch.stack(norms).square().sum() / copies).to(device)
     cut = all_reduce(squares[True].reshape(1), group, "gradient norm")
     norm = (cut[0] + squares[False]).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale)
+    if gradients:
+        torch._foreach_mul_(gradients, scale)
     return norm

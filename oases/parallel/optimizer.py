@@ -259,6 +259,9 @@ def make_optimizer(
     given = [parameter for parameter in held if parameter.requires_grad] if params is None else list(params)
     flat = [one for each in given for one in (each["params"] if isinstance(each, dict) else [each])]
     require_parameters_of(model, flat)
+    pipeline = getattr(model, "oases_pipeline", None)
+    if not flat and pipeline is not None and pipeline.mesh.num_stages > 1:  # a stage of frozen layers
+        return optimizer_class(given or [{"params": []}], **options)
     needs = needs_of(model)
     originals = {} if needs is None else needs.originals
     if needs is not None:

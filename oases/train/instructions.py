@@ -46,7 +46,11 @@ class Instructions:
         self.num_tokens = sum(len(prompt) + len(response) for prompt, response in self._examples)
         self.longest_prompt = max(len(prompt) for prompt, _ in self._examples)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.identity: dict[str, Any] = {"examples": len(self._examples), "digest": digest}
+        self.identity: dict[str, Any] = {
+            "examples": len(self._examples),
+            "digest": digest,
+            "tokenizer": tokenizer.fingerprint,
+        }
         """Plain values that differ for data with different batches."""
 
     @staticmethod

@@ -13,10 +13,30 @@ import oases
 WORDS, WIDTH = 12, 8
 
 
+def _by_hand(logits, targets, mask):
+    rates = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return -(rates * (targets != -100)).sum() / (targets != -100).sum()
+
+
+def _divided(logits, targets, mask):
+    return (F.cross_entropy(logits, targets, reduction="none") * mask.flatten()).sum() / mask.sum()
+
+
+MASKED = {
+    "masked": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(mask.flatten() == 0, -100)),
+    "flags": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(~mask.flatten(), -100)),
+    "by value": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(targets == 0, -100)),
+    "classes": lambda logits, targets, mask: F.cross_entropy(logits, targets, torch.arange(1.0, 13.0).to(logits)),
+    "by hand": _by_hand,
+    "divided": _divided,
+}
+"""Losses of which no weights of micro-batches are known."""
+
+
 class Tagger(nn.Module):
     """Language model of no library. kind: how its loss takes the targets.
 
-    "positional": named `targets`. "two": a second loss over one label a sample. "masked": labels left out by a mask.
+    "positional": named `targets`. "two": a second loss over one label a sample. Those of MASKED.
     "own": the tokens themselves, and those of number 0 are padding. "length": the number of tokens stands for no
     target, as in question answering. "no mean": of all places, with zeros for those that are left out.
     """
@@ -35,8 +55,8 @@ class Tagger(nn.Module):
         logits = self.head(h)
         if self.kind == "own":
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
-        if self.kind == "masked":
-            targets = targets.masked_fill(mask == 0, -100)
+        if self.kind in MASKED:
+            return MASKED[self.kind](logits.flatten(0, 1), targets.flatten(), mask)
         if self.kind == "length":
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=tokens.shape[1])
         if self.kind == "no mean":
@@ -58,6 +78,8 @@ def tagged(kind="positional", samples=8, length=5, seed=0, left_out=True):
     more = {
         "two": {"ratings": torch.randint(3, (samples,), generator=generator)},
         "masked": {"mask": torch.ones(samples, length, dtype=torch.int64)},
+        "flags": {"mask": torch.ones(samples, length, dtype=torch.bool)},
+        "divided": {"mask": torch.ones(samples, length, dtype=torch.int64).tril(0 if left_out else length)},
     }
     return (tokens, *(() if kind == "own" else (targets,))), more.get(kind, {})
 
@@ -135,6 +157,14 @@ def test_ignored_targets_may_depend_on_the_batch(two_ranks):
     two_ranks.run(of_lengths)
 
 
+def refusal_of(kind, shape):
+    _, model = pair(kind, shape)
+    args, kwargs = mine(model, shape, tagged(kind))
+    text = said(lambda: model.train_step(*args, **kwargs))
+    model.oases_pipeline.close()
+    return text
+
+
 def refused():
     """Errors of losses that no weights of micro-batches make right."""
     shape, texts = (2, 1, 1), {}
@@ -149,10 +179,10 @@ def refused():
     args, kwargs = mine(other, shape, tagged("no mean"))
     texts["no mean"] = said(lambda: other.train_step(*args, **kwargs))
     other.oases_pipeline.close()
-    _, masked = pair("masked", shape)
-    args, kwargs = mine(masked, shape, tagged("masked"))
-    texts["masked"] = said(lambda: masked.train_step(*args, **kwargs))
-    masked.oases_pipeline.close()
+    plain, other = pair("divided", shape)
+    compare(plain, other, shape, tagged("divided", left_out=False))
+    other.oases_pipeline.close()
+    texts |= {kind: refusal_of(kind, shape) for kind in MASKED}
     return texts
 
 
@@ -162,7 +192,33 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
         assert "a sum of 2 cross entropies" in texts["two"]
         assert "leave num_items_in_batch out" in texts["items"]
         assert "the loss is no plain mean of a cross entropy, and micro-batches" in texts["no mean"]
-        assert "the loss leaves out labels by another input" in texts["masked"]
+        for kind in ("masked", "flags", "by value"):
+            assert "the loss leaves out labels by another input, such as a mask, or changes them" in texts[kind]
+        for kind in ("divided", "by hand"):
+            assert "the loss is divided by a number that is computed from an input" in texts[kind]
+        assert "the loss is a mean by weights of classes" in texts["classes"]
+
+
+def with_a_frozen_stage(shape):
+    """The first stage trains nothing: its gradients are none, and so are its optimizer's parameters."""
+    plain, model = pair("positional", shape)
+    for each in (plain, model):
+        each.requires_grad_(False)
+        each.head.requires_grad_(True)
+        each.layers[3].requires_grad_(True)
+    optimizer = oases.make_optimizer(model, torch.optim.AdamW, lr=0.1)
+    beside = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for seed in range(2):
+        compare(plain, model, shape, tagged(seed=seed))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(oases.clip_grad_norm(model, 0.1).to(norm.dtype), norm, rtol=1e-6, atol=0)
+        optimizer.step()
+        beside.step()
+    model.oases_pipeline.close()
+
+
+def test_a_stage_may_train_nothing(two_ranks):
+    two_ranks.run(with_a_frozen_stage, (2, 1, 1))
 
 
 def frozen_in_turns(shape):

@@ -30,6 +30,17 @@ _CROSS_ENTROPIES = (
     torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default,
     torch.ops.aten.nll_loss.default, torch.ops.aten.nll_loss_nd.default,
 )  # fmt: skip
+_MOVES = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "permute", "t",
+        "transpose", "alias", "detach", "clone", "_to_copy", "copy_", "lift_fresh", "constant_pad_nd", "clamp",
+        "clamp_", "fill_", "new_zeros", "new_full", "new_ones", "new_empty", "empty_like", "zeros_like", "full_like",
+        "roll",
+    )
+}  # fmt: skip
+"""Ops that move targets whatever their values; limits do not change which are ignored."""
+_QUOTIENTS = (torch.ops.aten.div, torch.ops.aten.div_)
 
 
 @dataclass(frozen=True, order=True)
@@ -75,16 +86,19 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where several make them.
+    """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where they are made of several
+    or of an input's values.
 
     shifted: whether the first one of each sample is left out, as by a causal model, which predicts each token from
     those before it. ignored: target without a loss. mean: the loss is their mean; the model's code makes another one.
+    weighted: each target's loss is multiplied by a weight of its class.
     """
 
     leaf: int
     shifted: bool
     ignored: int
     mean: bool
+    weighted: bool = False
 
     def count(self, given: Tensor) -> int:
         """Number of targets with a loss in an input."""
@@ -95,11 +109,13 @@ class Targets:
 class Dataflow:
     """Forward pass as a list of calls in order; the last entry stands for the model's result and has the unit "".
 
-    targets: of its cross entropies, as far as they are computed from integers among the inputs alone.
+    targets: of its cross entropies, as far as they are computed from integers among the inputs. divisors: inputs, -1
+    for several, of which a number is computed that code between units divides by, as a mask's sum.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
     targets: tuple[Targets, ...] = ()
+    divisors: frozenset[int] = frozenset()
 
     def number_of(self, unit: str, occurrence: int) -> int:
         """Number of a call. KeyError where the pass had none."""
@@ -137,9 +153,13 @@ class DataflowRecorder(TorchDispatchMode):
         self._sources: dict[int, frozenset[_Source]] = {}
         self._kept: list[Any] = []  # keeps storages, whose addresses are keys
         self._running: list[str] = []
-        self._copies: dict[int, tuple[Tensor, int]] = {}
-        """Tensors with data in place of those computed from integer inputs alone, and the number of that input."""
+        self._copies: dict[int, tuple[Tensor, int, bool]] = {}
+        """Tensors with data in place of those computed from integer inputs alone, the number of that input, and
+        whether its values were only moved."""
+        self._made: set[int] = set()
+        """Integer tensors computed from such ones and others."""
         self._targets: dict[Targets, None] = {}
+        self._divisors: set[int] = set()
         for name, parameter in model.named_parameters():
             self._set(parameter, frozenset([_Read(name)]))
         for buffer in model.buffers():
@@ -150,7 +170,7 @@ class DataflowRecorder(TorchDispatchMode):
         with _disable_current_modes():
             probe = torch.full(given.shape, IGNORED, dtype=given.dtype)
             probe[..., 0] = 0
-        self._copies[id(given)] = probe, leaf
+        self._copies[id(given)] = probe, leaf, True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -206,7 +226,7 @@ class DataflowRecorder(TorchDispatchMode):
 
     def finish(self, result: Any) -> Dataflow:
         """Dataflow of the pass. result: what the loss is computed from."""
-        return Dataflow([*self.calls, self._call("", result)], tuple(self._targets))
+        return Dataflow([*self.calls, self._call("", result)], tuple(self._targets), frozenset(self._divisors))
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -240,24 +260,51 @@ class DataflowRecorder(TorchDispatchMode):
     def _compute_copy(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Compute with data what depends on integer inputs alone, down to the targets of a cross entropy."""
         if func in _CROSS_ENTROPIES:
-            if id(args[1]) in self._copies:
-                target, leaf = self._copies[id(args[1])]
-                ignored = args[4] if len(args) > 4 else IGNORED
-                with _disable_current_modes():
-                    shifted = bool((target == IGNORED).all())
-                self._targets[Targets(leaf, shifted, ignored, len(args) < 4 or args[3] == _MEAN)] = None
+            self._note_targets(*args)
+        if func in _CROSS_ENTROPIES or not isinstance(result, Tensor):
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and all(id(each) in self._copies for each in tensors) and isinstance(result, Tensor):
-            leaves = {self._copies[id(each)][1] for each in tensors}
-            with _disable_current_modes():
-                given = pytree.tree_map_only(Tensor, lambda each: self._copies[id(each)][0], (args, kwargs))
-                try:
-                    copy = func(*given[0], **given[1])
-                except (RuntimeError, IndexError):  # of an op that does not take the values put in: no target then
-                    return
-            self._copies[id(result)] = copy, leaves.pop() if len(leaves) == 1 else -1
-            self._kept.append(result)
+        if not tensors or any(id(each) not in self._copies for each in tensors):
+            self._note_mixture(func, args, tensors, result)
+            return
+        leaves = {self._copies[id(each)][1] for each in tensors}
+        moved = func.overloadpacket in _MOVES and all(self._copies[id(each)][2] for each in tensors)
+        with _disable_current_modes():
+            given = pytree.tree_map_only(Tensor, lambda each: self._copies[id(each)][0], (args, kwargs))
+            try:
+                copy = func(*given[0], **given[1])
+            except (RuntimeError, IndexError):  # of an op that does not take the values put in
+                self._note_mixture(func, args, tensors, result)
+                return
+        self._copies[id(result)] = copy, leaves.pop() if len(leaves) == 1 else -1, moved
+        self._kept.append(result)
+        if func._schema.is_mutable and not moved:  # views of it, too
+            memory = copy.untyped_storage()._cdata
+            for key, (other, leaf, _) in list(self._copies.items()):
+                if other.untyped_storage()._cdata == memory:
+                    self._copies[key] = other, leaf, False
+
+    def _note_targets(
+        self, _: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignored: int = IGNORED
+    ) -> None:
+        probe, leaf, moved = self._copies.get(id(target), (None, -1, False))
+        if probe is None and id(target) not in self._made:
+            return
+        with _disable_current_modes():
+            shifted = probe is not None and bool((probe == IGNORED).all())
+        found = Targets(leaf if moved else -1, shifted, ignored, reduction == _MEAN, weight is not None)
+        self._targets[found] = None
+
+    def _note_mixture(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Tensor) -> None:
+        """Note integers that are not of inputs alone, and divisions of other numbers by one that is."""
+        if not (result.is_floating_point() or result.is_complex()):
+            if any(id(each) in self._copies or id(each) in self._made for each in tensors):
+                self._made.add(id(result))
+                self._kept.append(result)
+        elif func.overloadpacket in _QUOTIENTS and not self._running:
+            by = args[1]
+            if isinstance(by, Tensor) and by.numel() == 1 and id(by) in self._copies:
+                self._divisors.add(self._copies[id(by)][1])
 
     def _of(self, value: Any) -> frozenset[_Source]:
         return self._sources.get(self._key(value), frozenset()) if isinstance(value, Tensor) else frozenset()
@@ -283,7 +330,11 @@ def dataflow_of(
         with running_without_data(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
             for leaf, each in enumerate(pytree.tree_leaves((args, {name: kwargs[name] for name in inputs[1]}))):
-                if isinstance(each, Tensor) and each.dim() > 0 and each.dtype in (torch.int32, torch.int64):
+                if (
+                    isinstance(each, Tensor)
+                    and each.dim() > 0
+                    and not (each.is_floating_point() or each.is_complex())
+                ):
                     recorder.follow(leaf, each)
             result, ran = model(*args, **kwargs), True
             return recorder.finish(loss(result))

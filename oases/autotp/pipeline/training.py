@@ -288,13 +288,20 @@ class PipelineTraining:
         cut: micro-batches of each leaf of the batch.
         """
         number = self._micro_batches
-        mixed = any(each.leaf < 0 for each in flow.targets)
-        if not flow.targets or (mixed and number * self._replicas == 1):
-            return torch.full((number,), 1 / number, dtype=torch.float64)
-        if mixed:
+        if number * self._replicas == 1:
+            return torch.ones(1, dtype=torch.float64)
+        self._require_equal_divisors(cut, flow)
+        if any(each.weighted and each.mean for each in flow.targets):
             raise UsageError(
-                "the loss leaves out labels by another input, such as a mask, so how many each micro-batch has is "
-                f"unknown; give labels of {IGNORED} in their places, and leave the other input out of the loss"
+                "the loss is a mean by weights of classes, whose sum in each micro-batch is unknown; take one "
+                'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
+            )
+        if not flow.targets:
+            return torch.full((number,), 1 / number, dtype=torch.float64)
+        if any(each.leaf < 0 for each in flow.targets):
+            raise UsageError(
+                "the loss leaves out labels by another input, such as a mask, or changes them by their values, so "
+                f"how many each micro-batch has is unknown; give labels of {IGNORED} in their places"
             )
         counts = torch.tensor(
             [[each.count(part) for part in cut[each.leaf]] for each in flow.targets], dtype=torch.float64
@@ -318,6 +325,27 @@ class PipelineTraining:
                 "micro-batch and replica"
             )
         return shares[0]
+
+    def _require_equal_divisors(self, cut: Sequence[Sequence[Any]], flow: Dataflow) -> None:
+        """Raise UsageError where the loss is divided by a number that micro-batches, or replicas, have other ones of.
+
+        Known are sums of masks, of zeros and ones. Those of targets are counted by `_shares`.
+        """
+        divisors = flow.divisors - {each.leaf for each in flow.targets if each.leaf >= 0}
+        if not divisors:
+            return
+        masks = [cut[leaf] for leaf in sorted(divisors) if leaf >= 0]
+        parts = [part for mask in masks for part in mask]
+        known = len(masks) == len(divisors) and all(bool(((part == 0) | (part == 1)).all()) for part in parts)
+        sums = torch.tensor([[int(part.sum()) for part in mask] for mask in masks if known] or [[0]]).double()
+        mean = all_reduce(sums.mean(1).to(self._device), self._data, "labels").cpu() / self._replicas
+        apart = (sums - mean[:, None]).abs().max() + (not known)
+        if all_reduce(apart.to(self._device), self._data, "labels", largest=True) > 1e-9:
+            raise UsageError(
+                "the loss is divided by a number that is computed from an input, such as the sum of a mask, and "
+                f"micro-batches, or replicas, may have others: here {sums.long().tolist()}; make it the mean of a "
+                f"cross entropy with labels of {IGNORED} where there is no loss, or take one micro-batch and replica"
+            )
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """Sum of the last part's losses, averaged over replicas, on every rank."""
