@@ -102,10 +102,7 @@ QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outp
                            rounding.measured =
                                !errors.exempt && ((exemptable && errors.above > 0) || errors.due());
                            ++errors.calls;
-                           Quantization chosen = how;
-                           chosen.rotated |= errors.rotated;
-                           if (errors.exempt) chosen.code = Code::bf16;
-                           run(chosen, rounding);
+                           run(errors.chosen(how), rounding);
                            if (!rounding.measured) return;
                            Tensors both{rounding.both(work.result().front())};
                            on_cpu_->allreduce(both)->wait();
@@ -127,16 +124,17 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   const std::string layer = layer_of(std::exchange(label_, ""));
   LayerErrors& errors = errors_of(layers_there_, layer);
   Judgement found;
-  if (errors.sample && errors.sample->arrived.query()) {
-    if (errors.stay_above(exemptable, errors.sample->both, found) && !std::exchange(errors.told, true))
-      found.layer = layer;
+  if (errors.sample && errors.due()) {  // of so many calls ago, on every rank, that the host does not wait
+    errors.sample->arrived.synchronize();
+    if (errors.stay_above(exemptable, errors.sample->both, found)) errors.change(layer, how, found);
     errors.sample.reset();
   }
   std::vector<Work> steps;
   Rounding rounding;
-  rounding.measured = errors.due();
+  found.exempt = errors.exempt;
+  rounding.measured = !errors.exempt && errors.due();
   rounding.steps = &steps;
-  run(how, rounding);
+  run(errors.chosen(how), rounding);
   ++errors.calls;  // not of one that fails before its first step, which is filled by another
   if (rounding.measured) {
     Tensors both{rounding.both(outputs.front())};

@@ -10,8 +10,8 @@
 // measured, and each layer's state changes in the order of the collectives, so all change at the same one.
 //
 // Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
-// caller's stream waits before the caller does. What is measured there is read when it has arrived, which is not at
-// the same collective on all ranks: large errors are told, and change nothing.
+// caller's stream waits before the caller does. What is measured there is read when the layer's next sample is due,
+// which is the same collective on all ranks.
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -76,6 +76,12 @@ bool LayerErrors::stay_above(bool exemptable, const at::Tensor& both, Judgement&
   return above >= kPatience;
 }
 
+Quantization LayerErrors::chosen(Quantization how) const {
+  how.rotated |= rotated;
+  if (exempt) how.code = Code::bf16;
+  return how;
+}
+
 void LayerErrors::change(const std::string& layer, const Quantization& how, Judgement& found) {
   found.layer = layer;
   if (how.rotated || rotated || how.code == Code::fp8) {  // of fp8 rotation only adds to the errors

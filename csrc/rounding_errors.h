@@ -37,12 +37,13 @@ class Rounding {
 };
 
 // Known of a layer. calls: of its collectives; place: among layers, at which of 61 calls it is measured. above: samples
-// in succession that were above the largest error. told: that an accelerator's were.
+// in succession that were above the largest error.
 struct LayerErrors {
   // Of the numbers of int4, the coarsest code, rounded twice, Gaussian ones have an error of 0.15.
   static constexpr double kLargest = 0.25;
 
-  // Of an accelerator, on its way to the host. both: sums over the ranks of squares of errors, and of results.
+  // Of an accelerator, on its way to the host, which reads it when the next one is due. both: sums over the ranks of
+  // squares of errors, and of results.
   struct Sample {
     at::Tensor both;
     c10::Event arrived;
@@ -50,12 +51,14 @@ struct LayerErrors {
 
   int64_t calls = 0, place = 0;
   int above = 0;
-  bool rotated = false, exempt = false, told = false;
+  bool rotated = false, exempt = false;
   std::optional<Sample> sample;
 
   bool due() const;  // by the calls alone, so that all ranks measure the same one
   // Whether errors, by their sums over the ranks [2], have stayed above the largest.
   bool stay_above(bool exemptable, const at::Tensor& both, Judgement& found);
+  // How the layer is sent, of `how`, the wire's.
+  Quantization chosen(Quantization how) const;
   // Sends the layer in another way from now on than `how`, the wire's.
   void change(const std::string& layer, const Quantization& how, Judgement& found);
 };
