@@ -90,8 +90,7 @@ void OverlapScheduler::note_error(const Judgement& work, const std::string& labe
   if (exempted) exempted_[work.layer] = error;
   if (rank_ == 0)
     TORCH_WARN("the relative error of ", work.layer, " stayed above ", LayerErrors::kLargest, ": ", error,
-               "; ",
-               exempted ? "it is sent in bfloat16 from now on" : "its blocks are rotated from now on");
+               "; ", exempted ? "it is sent in bfloat16 from now on" : "its blocks are rotated from now on");
 }
 
 std::map<std::string, double> OverlapScheduler::exempted() const {

@@ -60,7 +60,7 @@ def clip_grad_norm(
     # A stage without gradients, of frozen layers, too: the others wait for its sum.
     held = gradients or [parameter for parameter in model.parameters() if not parameter.is_meta]
     example = held[0] if held else torch.zeros(())
-    device, wide = example.device, torch.promote_types(example.dtype, torch.float32)
+    device, wide = example.device, torch.float64 if example.dtype == torch.float64 else torch.float32
     squares = {each: torch.zeros((), device=device, dtype=wide) for each in (True, False)}
     for (summed, copies, _, dtype), some in alike.items():
         norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))

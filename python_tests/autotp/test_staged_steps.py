@@ -22,6 +22,18 @@ def _divided(logits, targets, mask):
     return (F.cross_entropy(logits, targets, reduction="none") * mask.flatten()).sum() / mask.sum()
 
 
+def _in_place(logits, targets, mask):
+    targets = targets.clone()
+    targets[mask.flatten() == 0] = -100
+    return F.cross_entropy(logits, targets)
+
+
+def _pooled(logits, targets, mask):
+    """Classes of whole samples: a mean over those places of each that the mask has."""
+    sums = (logits.unflatten(0, mask.shape) * mask[..., None]).sum(1)
+    return F.cross_entropy(sums / mask.sum(1, keepdim=True), targets)
+
+
 MASKED = {
     "masked": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(mask.flatten() == 0, -100)),
     "flags": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(~mask.flatten(), -100)),
@@ -29,8 +41,11 @@ MASKED = {
     "classes": lambda logits, targets, mask: F.cross_entropy(logits, targets, torch.arange(1.0, 13.0).to(logits)),
     "by hand": _by_hand,
     "divided": _divided,
+    "in place": _in_place,
+    "a part": lambda logits, targets, mask: F.cross_entropy(logits[::5], targets.view_as(mask)[:, 0]),
 }
 """Losses of which no weights of micro-batches are known."""
+BY_MASK = MASKED | {"pooled": _pooled}
 
 
 class Tagger(nn.Module):
@@ -55,8 +70,8 @@ class Tagger(nn.Module):
         logits = self.head(h)
         if self.kind == "own":
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
-        if self.kind in MASKED:
-            return MASKED[self.kind](logits.flatten(0, 1), targets.flatten(), mask)
+        if self.kind in BY_MASK:
+            return BY_MASK[self.kind](logits.flatten(0, 1), targets.flatten(), mask)
         if self.kind == "length":
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=tokens.shape[1])
         if self.kind == "no mean":
@@ -80,7 +95,12 @@ def tagged(kind="positional", samples=8, length=5, seed=0, left_out=True):
         "masked": {"mask": torch.ones(samples, length, dtype=torch.int64)},
         "flags": {"mask": torch.ones(samples, length, dtype=torch.bool)},
         "divided": {"mask": torch.ones(samples, length, dtype=torch.int64).tril(0 if left_out else length)},
+        "in place": {"mask": torch.ones(samples, length, dtype=torch.int64)},
+        "a part": {"mask": torch.ones(samples, length, dtype=torch.int64)},
+        "pooled": {"mask": torch.ones(samples, length, dtype=torch.int64).tril()},
     }
+    if kind == "pooled":
+        targets = targets[:, 0].clamp(min=0)
     return (tokens, *(() if kind == "own" else (targets,))), more.get(kind, {})
 
 
@@ -192,11 +212,23 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
         assert "a sum of 2 cross entropies" in texts["two"]
         assert "leave num_items_in_batch out" in texts["items"]
         assert "the loss is no plain mean of a cross entropy, and micro-batches" in texts["no mean"]
-        for kind in ("masked", "flags", "by value"):
-            assert "the loss leaves out labels by another input, such as a mask, or changes them" in texts[kind]
+        for kind in ("masked", "flags", "by value", "in place", "a part"):
+            assert "the loss leaves out labels by another input, such as a mask, changes them" in texts[kind]
         for kind in ("divided", "by hand"):
             assert "the loss is divided by a number that is computed from an input" in texts[kind]
         assert "the loss is a mean by weights of classes" in texts["classes"]
+
+
+def pooled(shape):
+    """One sample in each micro-batch, of other lengths: what it is divided by is its own."""
+    plain, model = pair("pooled", shape)
+    for samples in (2, 4):
+        compare(plain, model, shape, tagged("pooled", samples=samples))
+    model.oases_pipeline.close()
+
+
+def test_samples_may_be_divided_by_their_lengths(two_ranks):
+    two_ranks.run(pooled, (2, 1, 1))
 
 
 def with_a_frozen_stage(shape):

@@ -86,8 +86,8 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where they are made of several
-    or of an input's values.
+    """Targets of a cross entropy. leaf: number of the input's leaf that they are, -1 where they are made of several,
+    of an input's values or of a part of it.
 
     shifted: whether the first one of each sample is left out, as by a causal model, which predicts each token from
     those before it. ignored: target without a loss. mean: the loss is their mean; the model's code makes another one.
@@ -156,6 +156,8 @@ class DataflowRecorder(TorchDispatchMode):
         self._copies: dict[int, tuple[Tensor, int, bool]] = {}
         """Tensors with data in place of those computed from integer inputs alone, the number of that input, and
         whether its values were only moved."""
+        self._sizes: dict[int, set[int]] = {}
+        """Numbers of targets that an input may have: all, or all but the first of each sample."""
         self._made: set[int] = set()
         """Integer tensors computed from such ones and others."""
         self._targets: dict[Targets, None] = {}
@@ -171,6 +173,7 @@ class DataflowRecorder(TorchDispatchMode):
             probe = torch.full(given.shape, IGNORED, dtype=given.dtype)
             probe[..., 0] = 0
         self._copies[id(given)] = probe, leaf, True
+        self._sizes[leaf] = {probe.numel(), probe[..., 1:].numel()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -278,11 +281,8 @@ class DataflowRecorder(TorchDispatchMode):
                 return
         self._copies[id(result)] = copy, leaves.pop() if len(leaves) == 1 else -1, moved
         self._kept.append(result)
-        if func._schema.is_mutable and not moved:  # views of it, too
-            memory = copy.untyped_storage()._cdata
-            for key, (other, leaf, _) in list(self._copies.items()):
-                if other.untyped_storage()._cdata == memory:
-                    self._copies[key] = other, leaf, False
+        if func._schema.is_mutable and not moved:
+            self._change(copy)
 
     def _note_targets(
         self, _: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignored: int = IGNORED
@@ -292,8 +292,16 @@ class DataflowRecorder(TorchDispatchMode):
             return
         with _disable_current_modes():
             shifted = probe is not None and bool((probe == IGNORED).all())
-        found = Targets(leaf if moved else -1, shifted, ignored, reduction == _MEAN, weight is not None)
+        known = moved and leaf >= 0 and target.numel() in self._sizes[leaf]
+        found = Targets(leaf if known else -1, shifted, ignored, reduction == _MEAN, weight is not None)
         self._targets[found] = None
+
+    def _change(self, copy: Tensor) -> None:
+        """Note that values were written to a tensor, of which others may be views."""
+        memory = copy.untyped_storage()._cdata
+        for key, (other, leaf, _) in list(self._copies.items()):
+            if other.untyped_storage()._cdata == memory:
+                self._copies[key] = other, leaf, False
 
     def _note_mixture(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Tensor) -> None:
         """Note integers that are not of inputs alone, and divisions of other numbers by one that is."""
@@ -301,9 +309,12 @@ class DataflowRecorder(TorchDispatchMode):
             if any(id(each) in self._copies or id(each) in self._made for each in tensors):
                 self._made.add(id(result))
                 self._kept.append(result)
+            if func._schema.is_mutable and func.overloadpacket not in _MOVES and id(args[0]) in self._copies:
+                self._change(self._copies[id(args[0])][0])
         elif func.overloadpacket in _QUOTIENTS and not self._running:
             by = args[1]
-            if isinstance(by, Tensor) and by.numel() == 1 and id(by) in self._copies:
+            # Of no dimension: those of one sample are its own, such as the length that it is pooled over.
+            if isinstance(by, Tensor) and by.dim() == 0 and id(by) in self._copies:
                 self._divisors.add(self._copies[id(by)][1])
 
     def _of(self, value: Any) -> frozenset[_Source]:

@@ -300,8 +300,9 @@ class PipelineTraining:
             return torch.full((number,), 1 / number, dtype=torch.float64)
         if any(each.leaf < 0 for each in flow.targets):
             raise UsageError(
-                "the loss leaves out labels by another input, such as a mask, or changes them by their values, so "
-                f"how many each micro-batch has is unknown; give labels of {IGNORED} in their places"
+                "the loss leaves out labels by another input, such as a mask, changes them by their values or reads "
+                f"a part of them, so how many each micro-batch has is unknown; give labels of {IGNORED} in their "
+                "places, and leave the other input out of the loss"
             )
         counts = torch.tensor(
             [[each.count(part) for part in cut[each.leaf]] for each in flow.targets], dtype=torch.float64
@@ -337,14 +338,18 @@ class PipelineTraining:
         masks = [cut[leaf] for leaf in sorted(divisors) if leaf >= 0]
         parts = [part for mask in masks for part in mask]
         known = len(masks) == len(divisors) and all(bool(((part == 0) | (part == 1)).all()) for part in parts)
-        sums = torch.tensor([[int(part.sum()) for part in mask] for mask in masks if known] or [[0]]).double()
+        # Of as many numbers on all ranks, whatever their values.
+        sums = torch.zeros(max(1, len(masks)), self._micro_batches, dtype=torch.float64)
+        if known:
+            sums = torch.tensor([[int(part.sum()) for part in mask] for mask in masks], dtype=torch.float64)
         mean = all_reduce(sums.mean(1).to(self._device), self._data, "labels").cpu() / self._replicas
         apart = (sums - mean[:, None]).abs().max() + (not known)
         if all_reduce(apart.to(self._device), self._data, "labels", largest=True) > 1e-9:
+            here = f": here {sums.long().tolist()}" if known else ""
             raise UsageError(
                 "the loss is divided by a number that is computed from an input, such as the sum of a mask, and "
-                f"micro-batches, or replicas, may have others: here {sums.long().tolist()}; make it the mean of a "
-                f"cross entropy with labels of {IGNORED} where there is no loss, or take one micro-batch and replica"
+                f"micro-batches, or replicas, may have others{here}; make it the mean of a cross entropy with labels "
+                f"of {IGNORED} where there is no loss, or take one micro-batch and replica"
             )
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
