@@ -88,8 +88,8 @@ struct SharedRanks::Board {
 namespace {
 enum Broken : uint32_t { kWhole, kWriting, kBroken };
 
-// Waiting actively is worth while only where another processor brings what is waited for. An idle rank waits so for as
-// long as a piece takes: ranks that sleep by turns are never runnable at once, so the kernel leaves them on one processor.
+// Waiting actively is worth while only where another processor brings what is waited for. An idle rank waits so for
+// some 0.1 ms: ranks that sleep by turns are never runnable at once, so the kernel leaves them on one processor.
 constexpr int kSpins = 300, kIdleSpins = 4000;
 bool has_processor_for_each(int ranks) { return sysconf(_SC_NPROCESSORS_ONLN) >= ranks; }
 }  // namespace
