@@ -1,42 +1,14 @@
-#include "nodes_backend.h"
+#include "nodes.h"
 
 #include <random>
 
-#include "ranks.h"
-#include "staged_backend.h"
-
 using oases::NodesBackend;
-using oases::StagedBackend;
 using oases_tests::message_of;
 using oases_tests::numbers;
+using oases_tests::of_all;
+using oases_tests::run_nodes;
 
 namespace {
-
-constexpr int kSize = 4;
-const std::vector<std::vector<int64_t>> kRanks{{0, 2}, {1, 3}};
-
-// Four ranks as threads of this process, two on each of two nodes: a sanitizer sees the memory that they share.
-void run_nodes(const std::function<void(int, NodesBackend&)>& body) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  // Until all are done: one that went early would cut off those that still connect.
-  std::vector<c10::intrusive_ptr<NodesBackend>> connected(kSize);
-  oases_tests::on_threads(kSize, [&](int rank) {
-    const int node = rank % 2, place = rank / 2;
-    const auto of = [&](const std::string& name) {
-      return c10::make_intrusive<c10d::PrefixStore>(name, store);
-    };
-    const auto local =
-        c10::make_intrusive<StagedBackend>(of(c10::str("node ", node)), place, 2, std::chrono::seconds(60));
-    const auto whole = oases_tests::gloo(of("whole"), rank, kSize);
-    const auto across = oases_tests::gloo(of(c10::str("place ", place)), node, 2);
-    connected[rank] = c10::make_intrusive<NodesBackend>(whole, local, across, kRanks);
-    body(rank, *connected[rank]);
-  });
-}
-
-at::Tensor of_all(int64_t count) {
-  return at::cat({numbers(0, count), numbers(1, count), numbers(2, count), numbers(3, count)});
-}
 
 c10::intrusive_ptr<c10d::Work> reduce_all(NodesBackend& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
@@ -51,7 +23,8 @@ TEST(NodesBackend, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
     const auto pause = [&] { std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000)); };
     for (const int64_t count : {0, 1, 77, 16'385, 1'300'001}) {  // the last of two pieces
       const auto sum = numbers(rank, count), again = numbers(rank, count);
-      auto whole = at::empty({kSize * count}), part = numbers(rank, count), mine = at::empty({count});
+      auto whole = at::empty({oases_tests::kOnNodes * count}), part = numbers(rank, count),
+           mine = at::empty({count});
       auto input = of_all(count);
       std::vector<at::Tensor> sent{rank == 1 ? numbers(7, count) : at::zeros({count})};
       c10d::BroadcastOptions from_one;
@@ -66,14 +39,14 @@ TEST(NodesBackend, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
       works.push_back(backend.barrier({}));
       works.push_back(reduce_all(backend, again));
       std::vector<at::Tensor> to{numbers(rank, count)}, from{at::empty({count})};
-      works.push_back(backend.send(to, (rank + 1) % kSize, 3));
-      works.push_back(backend.recv(from, (rank + 3) % kSize, 3));
+      works.push_back(backend.send(to, (rank + 1) % oases_tests::kOnNodes, 3));
+      works.push_back(backend.recv(from, (rank + 3) % oases_tests::kOnNodes, 3));
       for (const auto& work : works) work->wait();
       EXPECT_TRUE(at::equal(sum, 4 * numbers(0, count) + 6) && at::equal(again, sum)) << count;
       EXPECT_TRUE(at::equal(whole, of_all(count))) << count;
       EXPECT_TRUE(at::equal(mine, 4 * numbers(rank, count))) << count;
       EXPECT_TRUE(at::equal(sent[0], numbers(7, count))) << count;
-      EXPECT_TRUE(at::equal(from[0], numbers((rank + 3) % kSize, count))) << count;
+      EXPECT_TRUE(at::equal(from[0], numbers((rank + 3) % oases_tests::kOnNodes, count))) << count;
     }
   });
 }

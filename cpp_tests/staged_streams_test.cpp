@@ -1,6 +1,6 @@
 // The backend `staged` on tensors of the virtual device, whose streams are threads of this process, as its ranks are: a
 // sanitizer sees words, slots and scratch memory that nothing orders.
-#include "ranks.h"
+#include "nodes.h"
 #include "staged_backend.h"
 #include "virtual_device/words.h"
 
@@ -13,13 +13,18 @@ constexpr int64_t kPiece = 2 << 20;
 // None, one, less than a piece, and several pieces that are not cut evenly.
 const int64_t kCounts[] = {0, 1, 1000, 5 * kPiece / 4 + 3};
 
-void run_streams(int size, const std::function<void(int, StagedBackend&, c10::Device)>& body) {
+void know_the_device() {
   static const bool known = [] {
+    c10::register_privateuse1_backend("virtual");  // which makes it the accelerator, whose memory is pinned
     at::RegisterPrivateUse1HooksInterface(new virtual_device::Hooks());
     oases::register_stream_words(virtual_device::kType, new virtual_device::Words());
     return true;
   }();
   static_cast<void>(known);
+}
+
+void run_streams(int size, const std::function<void(int, StagedBackend&, c10::Device)>& body) {
+  know_the_device();
   const auto store = c10::make_intrusive<c10d::HashStore>();
   oases_tests::on_threads(size, [&](int rank) {
     const c10::Device device(virtual_device::kType, static_cast<c10::DeviceIndex>(rank));
@@ -30,7 +35,7 @@ void run_streams(int size, const std::function<void(int, StagedBackend&, c10::De
   });
 }
 
-c10::intrusive_ptr<c10d::Work> reduce_all(StagedBackend& backend, const at::Tensor& tensor) {
+c10::intrusive_ptr<c10d::Work> reduce_all(c10d::Backend& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
   return backend.allreduce(tensors, {});
 }
@@ -77,5 +82,40 @@ TEST(StagedStreams, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
         }
       }
     });
+  virtual_device::settings.longest_delay = 0;
+}
+
+TEST(HostPassage, CollectivesOverNodesThatAreUnderWayTogetherUnderRandomDelays) {
+  know_the_device();
+  virtual_device::settings.longest_delay = 1e-3;
+  constexpr int kSize = oases_tests::kOnNodes;
+  oases_tests::run_nodes([](int rank, oases::NodesBackend& backend) {
+    const c10::Device device(virtual_device::kType, static_cast<c10::DeviceIndex>(rank));
+    const c10::DeviceGuard on(device);
+    for (const int64_t count : {0, 1, 1000, 2'200'001}) {  // the last in two pieces
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      const auto sum = numbers(rank, count).to(device);
+      works.push_back(reduce_all(backend, sum));
+      auto whole = at::empty({kSize * count}, sum.options());
+      {
+        auto part = numbers(rank, count).to(device);  // let go while it is on the way
+        works.push_back(backend._allgather_base(whole, part, {}));
+      }
+      works.push_back(reduce_all(backend, sum));  // of the sums, which nobody has waited for
+      std::vector<at::Tensor> sent{numbers(rank, count).to(device)}, received{at::empty_like(sum)};
+      works.push_back(backend.send(sent, (rank + 1) % kSize, 0));
+      works.push_back(backend.recv(received, (rank + 3) % kSize, 0));
+      auto input = oases_tests::of_all(count).to(device), output = at::empty_like(whole);
+      std::vector<int64_t> even;
+      works.push_back(backend.alltoall_base(output, input, even, even, {}));
+      for (const auto& work : works) work->wait();
+      EXPECT_TRUE(at::equal(sum.cpu(), 4 * (4 * numbers(0, count) + 6))) << count;
+      EXPECT_TRUE(at::equal(whole.cpu(), oases_tests::of_all(count))) << count;
+      EXPECT_TRUE(at::equal(received[0].cpu(), numbers((rank + 3) % kSize, count))) << count;
+      EXPECT_TRUE(at::equal(output.cpu(), at::cat(std::vector<at::Tensor>(kSize, numbers(rank, count)))))
+          << count;
+    }
+    virtual_device::synchronize(device.index());
+  });
   virtual_device::settings.longest_delay = 0;
 }

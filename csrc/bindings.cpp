@@ -293,24 +293,26 @@ PYBIND11_MODULE(_C, module) {
   py::class_<oases::StagedBackend, c10d::Backend, c10::intrusive_ptr<oases::StagedBackend>>(
       module, "StagedBackend", "A backend for the ranks of one machine, through shared memory.")
       .def_property_readonly("timeout", &oases::StagedBackend::timeout);
-  module.def("staged_backend",
-             torch::wrap_pybind_function_no_gil(
-                 [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                    std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
-                   return c10::make_intrusive<oases::StagedBackend>(store, rank, size, timeout);
-                 }),
-             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             "A backend for the ranks of one machine, through shared memory; all ranks make it together.");
+  module.def(
+      "staged_backend",
+      torch::wrap_pybind_function_no_gil([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                            std::chrono::milliseconds timeout,
+                                            std::vector<int64_t> names) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<oases::StagedBackend>(store, rank, size, timeout, std::move(names));
+      }),
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+      py::arg("names") = std::vector<int64_t>{},
+      "A backend for the ranks of one machine, through shared memory; all ranks make it together. names: by "
+      "which errors call them.");
   module.def(
       "nodes_backend",
       [](const c10::intrusive_ptr<c10d::Backend>& whole,
          const c10::intrusive_ptr<oases::StagedBackend>& local,
-         const c10::intrusive_ptr<c10d::Backend>& across,
          std::vector<std::vector<int64_t>> ranks) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<oases::NodesBackend>(whole, local, across, std::move(ranks));
+        return c10::make_intrusive<oases::NodesBackend>(whole, local, std::move(ranks));
       },
-      py::arg("whole"), py::arg("local"), py::arg("across"), py::arg("ranks"),
-      "A backend over several machines: sums and gathers by `local` within each, then by `across`.");
+      py::arg("whole"), py::arg("local"), py::arg("ranks"),
+      "A backend over several machines: by `local` within each, and by messages of `whole` between them.");
   module.def(
       "register_stream_words",
       [](const std::string& type, const py::capsule& words) {

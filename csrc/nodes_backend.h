@@ -1,40 +1,39 @@
-// `staged` over several machines: a c10d backend that sums and gathers in each machine's shared memory, and sends what
-// is left between machines through sockets. Of an all-reduce of n bytes over M machines, 2 (M - 1) / M n cross a
-// machine's link, however many ranks it has; a ring over all ranks sends up to twice as much.
+// `staged` over several machines: a c10d backend by the shared memory of each and sockets between them.
 #pragma once
 
-#include <atomic>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
-#include "descriptions.h"
-#include "staged_backend.h"
+#include "host_passage.h"
+#include "nodes_collectives.h"
 #include "worker.h"
 
 namespace oases {
 
-// Of CPU tensors. Sums, gathers and barriers run one after another on a thread of the backend, in the order of the
-// calls, and their results are equal on all ranks to the bit. What is sent between two ranks of a machine goes through
-// its memory, and all else through the sockets.
+// Collectives run one after another on a thread of the backend, in the order of the calls (nodes_collectives.h); those of
+// tensors of a device on their copies in pinned memory of the host (host_passage.h). What is sent between two ranks of a
+// machine goes through its memory, and else through a socket.
 //
-// A sum or gather that is wrong on one rank, or another one on a rank than on others of its machine, is a ValueError on
-// all ranks of that machine. Other machines wait for it until their timeout, and cannot take what follows there for it.
-// Any other error ends the waits of the machine's ranks, and the group is of no use after that.
+// A collective that is wrong on one rank, or another one on a rank than on others of its machine, is a ValueError on all
+// ranks of that machine, raised by the wait; of tensors of a device by the call, where this rank's is wrong. Any other
+// error, and any whose tensors of a device are on the way, ends the waits of the machine's ranks, and the group is of no
+// use after that.
 class NodesBackend : public c10d::Backend {
  public:
-  // whole: of all ranks. local: of this machine's ranks. across: of the ranks with this one's place, on every machine.
-  // ranks: [machine][place].
+  // whole: of all ranks. local: of this machine's ranks. ranks: [machine][place].
   NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<StagedBackend> local,
-               c10::intrusive_ptr<c10d::Backend> across, std::vector<std::vector<int64_t>> ranks);
+               std::vector<std::vector<int64_t>> ranks);
 
   const std::string getBackendName() const override { return "staged"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return started_; }
-  // Ends the waits of this machine's ranks for one another, and this rank's in sums, gathers and barriers for other
-  // machines. What gloo makes alone waits on: it has no abort.
-  void abort() override;
+  // Ends what waits in collectives, and messages within the machine. What gloo sends alone waits on: it has no abort.
+  void abort() override { collectives_.abort(); }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -60,43 +59,38 @@ class NodesBackend : public c10d::Backend {
   Work recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  struct Exchange;
-  struct Piece;
-  struct Peer {
-    c10d::Backend* by;
-    int rank;
+  struct Call {
+    c10d::OpType type;
+    const char* name;
+    Tensors outputs, inputs;
+    std::chrono::milliseconds timeout;
+    std::function<void()>
+        check;  // raises where this rank cannot make the call; the machine's others then raise it, too
+    HostPassage::Call run;
   };
-  // By which backend a rank is sent to, and its rank there.
-  Peer peer(int rank) const;
-  // Of `rows` [rank, ...], those of a machine's ranks.
-  Tensors of_ranks(const at::Tensor& rows, int node) const;
-  // check: raises where this rank cannot make the call; the machine's others then raise that, too.
-  Work enqueue(c10d::OpType type, const char* name, Tensors outputs, std::chrono::milliseconds timeout,
-               std::function<void()> check, std::function<void()> run);
-  // Raises ValueError on all ranks of this machine where their calls differ.
-  void compare(Description own, std::chrono::milliseconds timeout);
-  // What the worker waits for from now on, or null. Raises DistBackendError once the group was aborted.
-  void note_wait(Work message);
-  void add_parts(const at::Tensor& own, const at::Tensor& parts, const at::Tensor& sum,
-                 const c10d::ReduceOp& reduce) const;
-  void sum(const at::Tensor& tensor, const c10d::ReduceOp& reduce, std::chrono::milliseconds timeout);
-  // Counts a call, and returns what makes it. used: its tensors. Of the callers' thread, as gloo is: it numbers its
-  // messages by the order of the calls.
-  c10d::Backend& whole(const char* name, const Tensors& used);
+  // Messages of tensors of a device with one rank, in one direction.
+  struct Line {
+    explicit Line(c10::Device device) : passage(device) {}
+    HostPassage passage;
+    Worker worker;  // last member: its thread reads the other
+  };
 
-  const c10::intrusive_ptr<c10d::Backend> whole_, across_;
-  const c10::intrusive_ptr<StagedBackend> local_;
-  const std::vector<std::vector<int64_t>> ranks_;
-  std::atomic<uint64_t> started_{0},
-      enqueued_{0};  // calls: all, and those of the worker, which number its messages
-  // Of messages; kNoTimeout until it is set: gloo's own, which its messages keep when it is given another.
-  std::atomic<std::chrono::milliseconds> timeout_{kNoTimeout};
-  // Of the worker's thread: the number of its call, and exchanges in it so far.
-  uint64_t call_ = 0, exchanges_ = 0;
-  std::mutex mutex_;  // of the two that follow
-  Work waited_for_;
-  bool aborted_ = false;
-  Worker worker_;  // last member: its thread reads the others
+  Work enqueue(const Call& call) { return enqueue(call, call.outputs); }
+  // results: of the work.
+  Work enqueue(Call call, Tensors results);
+  Work gather_all(c10d::OpType type, const char* name, const Tensors& outputs, const Tensors& inputs,
+                  int root, std::chrono::milliseconds timeout);
+  Work message(const char* name, Tensors& tensors, int other, int tag, bool sends);
+  // Makes it, where there is none. Raises ValueError where it cannot be, or is on another device.
+  void passage_on(c10::Device device);
+  void check_root(const char* name, int64_t root) const;
+
+  NodesCollectives collectives_;
+  std::atomic<uint64_t> started_{0};
+  std::mutex mutex_;                                             // of the two that follow
+  std::unique_ptr<HostPassage> passage_;                         // from the first collective of a device on
+  std::map<std::pair<int, bool>, std::unique_ptr<Line>> lines_;  // by rank, and whether it is sent to
+  Worker worker_;                                                // last member: its thread reads the others
 };
 
 }  // namespace oases

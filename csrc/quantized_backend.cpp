@@ -6,9 +6,9 @@
 #include <numeric>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
+#include "device_work.h"
 #include "quantized_blocks.h"
 #include "rounding_errors.h"
-#include "stream_work.h"
 
 namespace oases {
 namespace {
@@ -143,8 +143,10 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
     errors.sample.emplace(both.front().to(at::kCPU, /*non_blocking=*/true), c10::Event(device.type()));
     errors.sample->arrived.record(*stream_);
   }
+  const auto done = std::make_shared<c10::Event>(device.type());
+  done->record(*stream_);
   auto work =
-      c10::make_intrusive<StreamWork>(getRank(), type, std::move(outputs), *stream_, std::move(steps));
+      c10::make_intrusive<StepsWork>(getRank(), type, std::move(outputs), *stream_, done, std::move(steps));
   static_cast<Judgement&>(*work) = found;
   return work;
 }

@@ -127,7 +127,7 @@ struct SharedRanks::Join {
   std::string missing() const {
     std::string found;
     for (int rank = 0; rank < ranks.size_; ++rank)
-      if (!known(rank)) found += c10::str(found.empty() ? "rank " : ", ", rank);
+      if (!known(rank)) found += c10::str(found.empty() ? "rank " : ", ", ranks.name(rank));
     return found;
   }
   bool known(int rank) const { return ranks.processes_[rank].id != 0; }
@@ -137,7 +137,7 @@ struct SharedRanks::Join {
     if (store->check({kGivenUp})) fail(text_of(kGivenUp));
     for (int rank = 0; rank < ranks.size_; ++rank)
       if (known(rank) && !ranks.processes_[rank].alive())
-        give_up(c10::str("rank ", rank, " (process ", ranks.processes_[rank].id, ") has ended"));
+        give_up(c10::str("rank ", ranks.name(rank), " (process ", ranks.processes_[rank].id, ") has ended"));
   }
 
   // Waits for the keys of all ranks.
@@ -187,8 +187,8 @@ struct SharedRanks::Join {
     int number = -1;
     uint64_t inode = 0;
     fields >> on >> process.id >> process.started >> number >> inode;
-    TORCH_CHECK_VALUE(on == own_machine, "staged joins ranks of one machine, but rank ", rank,
-                      " is on another one than rank ", ranks.rank_,
+    TORCH_CHECK_VALUE(on == own_machine, "staged joins ranks of one machine, but rank ", ranks.name(rank),
+                      " is on another one than rank ", ranks.name(ranks.rank_),
                       ", or in another container; use gloo between machines");
     if (rank == 0) file_number = number, file_inode = inode;
     ranks.processes_[rank] = process;
@@ -196,9 +196,10 @@ struct SharedRanks::Join {
 };
 
 SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         milliseconds timeout)
+                         milliseconds timeout, std::vector<int64_t> names)
     : rank_(rank),
       size_(size),
+      names_(std::move(names)),
       spins_(has_processor_for_each(size) ? kSpins : 0),
       idle_spins_(spins_ > 0 ? kIdleSpins : 0) {
   lay_out();
@@ -209,7 +210,7 @@ SharedRanks::SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     throw;  // of all: each finds a rank that is on another machine than its own
   } catch (const std::exception& error) {
     try {
-      join.tell(c10::str("rank ", rank_, " failed to join: ", reason_of(error)));
+      join.tell(c10::str("rank ", name(rank_), " failed to join: ", reason_of(error)));
     } catch (
         const std::exception&) {  // the store is gone, and with it whom to tell; the first error says more
     }
@@ -289,18 +290,19 @@ void SharedRanks::meet(const Patience& patience) {
       const std::string lost = look_for_lost();
       if (!lost.empty() && shared.steps.value() != next) give_up(patience.operation + ": " + lost);
       if (patience.over() && shared.steps.value() != next)
-        give_up(c10::str(patience.operation, ": rank ", rank_, " timed out after ", patience.timeout.count(),
-                         " ms waiting for ", missing()));
+        give_up(c10::str(patience.operation, ": rank ", name(rank_), " timed out after ",
+                         patience.timeout.count(), " ms waiting for ", missing()));
     }
   }
   step_ = next;
 }
 
 std::string SharedRanks::gone(int rank) const {
-  if (board(rank).left.load(std::memory_order_seq_cst)) return c10::str("rank ", rank, " has left the group");
+  if (board(rank).left.load(std::memory_order_seq_cst))
+    return c10::str("rank ", name(rank), " has left the group");
   const Process& process = processes_[rank];
   if (process.alive()) return "";
-  return c10::str("rank ", rank, " (process ", process.id, ") has ended");
+  return c10::str("rank ", name(rank), " (process ", process.id, ") has ended");
 }
 
 // A rank that arrived may leave; that only matters when it was the last, and ended before it could say so.
@@ -321,7 +323,7 @@ std::string SharedRanks::missing() const {
   std::string ranks;
   for (int rank = 0; rank < size_; ++rank)
     if (board(rank).arrived_at.load(std::memory_order_acquire) != step_ + 1)
-      ranks += c10::str(ranks.empty() ? "rank " : ", ", rank);
+      ranks += c10::str(ranks.empty() ? "rank " : ", ", name(rank));
   return ranks;
 }
 

@@ -56,8 +56,9 @@ struct Patience {
 class SharedRanks {
  public:
   // Collective; raises ValueError where ranks are on several machines, DistBackendError where one ends or is missing.
+  // names: by which errors call ranks; empty: their numbers.
   SharedRanks(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-              std::chrono::milliseconds timeout);
+              std::chrono::milliseconds timeout, std::vector<int64_t> names = {});
   // The other ranks' waits for this one end.
   ~SharedRanks();
   SharedRanks(const SharedRanks&) = delete;
@@ -65,6 +66,7 @@ class SharedRanks {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  int64_t name(int rank) const { return names_.empty() ? rank : names_[rank]; }
   int64_t slot_bytes() const { return slot_bytes_; }
 
   uint32_t step() const { return step_; }
@@ -110,6 +112,7 @@ class SharedRanks {
   std::string missing() const;
 
   const int rank_, size_;
+  const std::vector<int64_t> names_;
   const int spins_, idle_spins_;
   int64_t slot_bytes_ = 0, boards_at_ = 0, descriptions_at_ = 0, description_stride_ = 0, channels_at_ = 0;
   int64_t slots_at_ = 0, device_area_at_ = 0, message_areas_at_ = 0, message_area_bytes_ = 0, bytes_ = 0;

@@ -80,7 +80,7 @@ SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds
     start()->wait();
   }
   done->record(link);
-  return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), device, done);
+  return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), link, done);
 }
 
 // Bytes of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.

@@ -13,9 +13,9 @@ namespace oases {
 using namespace staged;
 
 StagedBackend::StagedBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                             std::chrono::milliseconds timeout)
+                             std::chrono::milliseconds timeout, std::vector<int64_t> names)
     : Backend(rank, size),
-      ranks_(std::make_shared<SharedRanks>(store, rank, size, timeout)),
+      ranks_(std::make_shared<SharedRanks>(store, rank, size, timeout, std::move(names))),
       collectives_(ranks_),
       timeout_(timeout) {
   thread_ = std::thread([this] { serve(); });
@@ -47,7 +47,7 @@ void StagedBackend::check_process(const char* name) const {
 }
 
 void StagedBackend::abort() {
-  ranks_->break_group(c10::str("staged: rank ", getRank(), " aborted the group"));
+  ranks_->break_group(c10::str("staged: rank ", ranks_->name(getRank()), " aborted the group"));
 }
 
 std::chrono::milliseconds StagedBackend::timeout_or_default(std::chrono::milliseconds timeout) const {
@@ -320,21 +320,6 @@ StagedBackend::Work StagedBackend::reduce_scatter_tensor_coalesced(
       });
 }
 
-std::vector<int64_t> StagedBackend::bytes_of_parts(const char* what, const at::Tensor& tensor,
-                                                   const std::vector<int64_t>& splits) const {
-  check_contiguous("all_to_all", tensor);
-  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
-  TORCH_CHECK_VALUE(splits.empty() ? rows % getSize() == 0
-                                   : static_cast<int>(splits.size()) == getSize() &&
-                                         std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-                    "all_to_all: the ", what, " of shape ", tensor.sizes(), " is not cut in ", getSize(),
-                    " parts by splits ", splits);
-  const int64_t row = rows ? size_of(tensor) / rows : 0;
-  std::vector<int64_t> bytes(getSize(), rows / getSize() * row);
-  for (size_t i = 0; i < splits.size(); ++i) bytes[i] = splits[i] * row;
-  return bytes;
-}
-
 StagedBackend::Work StagedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                  std::vector<int64_t>& output_splits,
                                                  std::vector<int64_t>& input_splits,
@@ -344,8 +329,8 @@ StagedBackend::Work StagedBackend::alltoall_base(at::Tensor& output, at::Tensor&
       [this, output, input, output_splits, input_splits](Collectives& collectives, const Patience& patience) {
         TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ",
                           output.scalar_type(), ", the input ", input.scalar_type());
-        const auto received = bytes_of_parts("output", output, output_splits);
-        const auto sent = bytes_of_parts("input", input, input_splits);
+        const auto received = bytes_of_parts("output", output, output_splits, getSize());
+        const auto sent = bytes_of_parts("input", input, input_splits, getSize());
         Sources sources;
         Targets targets;
         std::byte *from = data_of(input), *to = data_of(output);
@@ -361,16 +346,10 @@ StagedBackend::Work StagedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                             const c10d::AllToAllOptions& options) {
   return enqueue(c10d::OpType::ALLTOALL, "all_to_all", How(options), outputs, joined(outputs, inputs),
                  [this, outputs, inputs](Collectives& collectives, const Patience& patience) {
-                   check_count("all_to_all", "outputs", outputs.size(), getSize());
-                   check_count("all_to_all", "inputs", inputs.size(), getSize());
+                   check_all_to_all(outputs, inputs, getSize());
                    std::vector<int64_t> sent, received;
-                   for (int rank = 0; rank < getSize(); ++rank) {
-                     check_layout("all_to_all", inputs[rank]), check_layout("all_to_all", outputs[rank]);
-                     TORCH_CHECK_VALUE(inputs[rank].scalar_type() == inputs[0].scalar_type() &&
-                                           outputs[rank].scalar_type() == inputs[0].scalar_type(),
-                                       "all_to_all: tensors of several types; give one");
-                     sent.push_back(size_of(inputs[rank])), received.push_back(size_of(outputs[rank]));
-                   }
+                   for (const auto& input : inputs) sent.push_back(size_of(input));
+                   for (const auto& output : outputs) received.push_back(size_of(output));
                    const Tensors from = contiguous(inputs, true), to = contiguous(outputs, false);
                    collectives.all_to_all(pointers_of<Sources>(from), sent, pointers_of<Targets>(to),
                                           received, inputs[0].scalar_type(), patience);

@@ -26,9 +26,9 @@ namespace oases {
 // names it, and the group is of no use after that.
 class StagedBackend : public c10d::Backend {
  public:
-  // Collective. timeout: of operations that are given none.
+  // Collective. timeout: of operations that are given none. names: by which errors call ranks; empty: their numbers.
   StagedBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                std::chrono::milliseconds timeout);
+                std::chrono::milliseconds timeout, std::vector<int64_t> names = {});
   // Runs what is queued.
   ~StagedBackend() override;
 
@@ -104,8 +104,6 @@ class StagedBackend : public c10d::Backend {
                          ReduceType reduce, int64_t root, const Patience& patience);
   static void gather_tensors(Collectives& collectives, const char* name, const Tensors& targets,
                              const Tensors& inputs, int root, const Patience& patience);
-  std::vector<int64_t> bytes_of_parts(const char* what, const at::Tensor& tensor,
-                                      const std::vector<int64_t>& splits) const;
 
   const pid_t process_ = getpid();
   const std::shared_ptr<SharedRanks> ranks_;

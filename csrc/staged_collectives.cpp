@@ -63,18 +63,19 @@ class StagedCollectives::Call {
  private:
   void compare() const {
     for (int rank = 0; rank < ranks.size(); ++rank)
-      TORCH_CHECK_VALUE(ranks.description(rank, turn_)->collective != kRefused, "rank ", rank,
+      TORCH_CHECK_VALUE(ranks.description(rank, turn_)->collective != kRefused, "rank ", ranks.name(rank),
                         " was refused its call: ", reinterpret_cast<const char*>(written_by(rank)));
     const Description& first = *ranks.description(0, turn_);
     for (int rank = 1; rank < ranks.size(); ++rank)
       TORCH_CHECK_VALUE(alike(*ranks.description(rank, turn_), first),
-                        difference(first, 0, *ranks.description(rank, turn_), rank));
+                        difference(first, static_cast<int>(ranks.name(0)), *ranks.description(rank, turn_),
+                                   static_cast<int>(ranks.name(rank))));
     if (first.collective != kAllToAll) return;
     for (int from = 0; from < ranks.size(); ++from)
       for (int to = 0; to < ranks.size(); ++to)
-        TORCH_CHECK_VALUE(sent(from, to) == received(to, from), "all_to_all: rank ", from, " sends ",
-                          sent(from, to), " bytes to rank ", to, ", which receives ", received(to, from),
-                          "; give both the same splits");
+        TORCH_CHECK_VALUE(sent(from, to) == received(to, from), "all_to_all: rank ", ranks.name(from),
+                          " sends ", sent(from, to), " bytes to rank ", ranks.name(to), ", which receives ",
+                          received(to, from), "; give both the same splits");
   }
 
   const Patience& patience_;

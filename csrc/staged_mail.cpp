@@ -103,7 +103,7 @@ void StagedMail::serve() {
     drop_lost();
     bell.wait(seen, idle ? std::chrono::milliseconds(10000) : kLookForLost, 0);
   }
-  const std::string why = c10::str("the group of rank ", ranks_->rank(), " was destroyed");
+  const std::string why = c10::str("the group of rank ", ranks_->name(ranks_->rank()), " was destroyed");
   for (auto& queue : sends_)
     for (auto& message : queue) fail(*message, why);
   for (auto& message : receives_) fail(*message, why);
@@ -212,9 +212,10 @@ void StagedMail::finish(Message& message, int from, at::ScalarType type) {
   message.work->came_from(from);
   std::exception_ptr error;
   try {
-    TORCH_CHECK_VALUE(message.done == message.bytes() && type == message.type(), "recv: rank ", from,
-                      " sent ", message.done, " bytes of ", type, ", rank ", ranks_->rank(), " receives ",
-                      message.bytes(), " of ", message.type(), "; give both the same size and type");
+    TORCH_CHECK_VALUE(message.done == message.bytes() && type == message.type(), "recv: rank ",
+                      ranks_->name(from), " sent ", message.done, " bytes of ", type, ", rank ",
+                      ranks_->name(ranks_->rank()), " receives ", message.bytes(), " of ", message.type(),
+                      "; give both the same size and type");
   } catch (...) {
     error = std::current_exception();
   }
@@ -244,10 +245,11 @@ std::string StagedMail::why_lost(const Message& message, bool sends) const {
     }
   }
   if (!why.empty() || !message.patience.over()) return why;
-  return c10::str("rank ", ranks_->rank(), " timed out after ", message.patience.timeout.count(),
-                  " ms waiting for ",
-                  message.rank == kAnyRank ? std::string("any rank") : c10::str("rank ", message.rank),
-                  sends ? " to receive" : " to send");
+  return c10::str(
+      "rank ", ranks_->name(ranks_->rank()), " timed out after ", message.patience.timeout.count(),
+      " ms waiting for ",
+      message.rank == kAnyRank ? std::string("any rank") : c10::str("rank ", ranks_->name(message.rank)),
+      sends ? " to receive" : " to send");
 }
 
 // Fails what can no longer end. A message that was begun leaves its channel in the middle: the group is given up.

@@ -8,18 +8,8 @@
 namespace oases {
 namespace {
 
-c10::Stream new_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);  // high priority, like NCCL's
-}
-
 int place_of(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-}
-
-std::vector<const void*> memory_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<const void*> found;
-  for (const auto& tensor : tensors) found.push_back(tensor.storage().data());
-  return found;
 }
 
 std::vector<c10::Event> two_events(c10::DeviceType type) {
@@ -74,16 +64,7 @@ std::shared_ptr<Watched> StagedStreams::begin(const std::vector<at::Tensor>& use
   auto watched = std::make_shared<Watched>(ranks_, device_.type(), patience);
   ready_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   for (const auto& stream : {out_, in_, adding_}) ready_.block(stream);
-  while (!pending_.empty() && pending_.front().watched.expired()) pending_.pop_front();
-  // A tensor of an earlier collective that nobody has waited for: in one stream, as NCCL has, they would be in order.
-  const std::vector<const void*> memory = memory_of(used);
-  for (const auto& earlier : pending_) {
-    const auto same =
-        std::find_first_of(memory.begin(), memory.end(), earlier.memory.begin(), earlier.memory.end());
-    const auto running = same == memory.end() ? nullptr : earlier.watched.lock();
-    if (running)
-      for (const auto& stream : {out_, in_, adding_}) running->done->block(stream);
-  }
+  under_way_.wait_for(used, {out_, in_, adding_});
   sums_ = false;
   return watched;
 }
@@ -101,7 +82,7 @@ c10::intrusive_ptr<c10d::Work> StagedStreams::end(c10d::OpType type, std::vector
   watched->pairs = pairs_;
   watched->sums = sums_;
   watch_->add(watched);
-  pending_.push_back({memory_of(used), watched});
+  under_way_.add(used, watched->done);
   return c10::make_intrusive<StagedWork>(ranks_->rank(), type, std::move(outputs), in_, std::move(watched));
 }
 

@@ -8,7 +8,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <chrono>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -16,6 +15,7 @@
 #include "collectives.h"
 #include "stream_watch.h"
 #include "stream_words.h"
+#include "under_way.h"
 
 namespace oases {
 
@@ -125,11 +125,7 @@ class StagedStreams final : public Collectives {
   at::Tensor scratch_;
   std::vector<c10::Event> arrived_, summed_, sent_;  // by parity of pieces
   c10::Event ready_, put_, added_, taken_;           // for a collective as a whole
-  struct Pending {
-    std::vector<const void*> memory;  // of its tensors
-    std::weak_ptr<const Watched> watched;
-  };
-  std::deque<Pending> pending_;  // collectives that may not have ended
+  UnderWay under_way_;
   std::unique_ptr<StreamWatch> watch_;
 };
 

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <numeric>
 #include <vector>
 
 namespace oases::staged {
@@ -52,6 +53,34 @@ inline void check_parts(const char* name, const at::Tensor& whole, const at::Ten
   TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * parts, name,
                     ": ", whole.scalar_type(), " of shape ", whole.sizes(), " is not ", parts, " times ",
                     part.scalar_type(), " of shape ", part.sizes());
+}
+
+// Bytes of each rank's part of an all-to-all's tensor. splits: rows of each, or none where they are equal.
+inline std::vector<int64_t> bytes_of_parts(const char* what, const at::Tensor& tensor,
+                                           const std::vector<int64_t>& splits, int ranks) {
+  check_contiguous("all_to_all", tensor);
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
+  TORCH_CHECK_VALUE(splits.empty() ? rows % ranks == 0
+                                   : static_cast<int>(splits.size()) == ranks &&
+                                         std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
+                    "all_to_all: the ", what, " of shape ", tensor.sizes(), " is not cut in ", ranks,
+                    " parts by splits ", splits);
+  const int64_t row = rows ? static_cast<int64_t>(tensor.nbytes()) / rows : 0;
+  std::vector<int64_t> bytes(ranks, rows / ranks * row);
+  for (size_t i = 0; i < splits.size(); ++i) bytes[i] = splits[i] * row;
+  return bytes;
+}
+
+inline void check_all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                             int ranks) {
+  check_count("all_to_all", "outputs", outputs.size(), ranks);
+  check_count("all_to_all", "inputs", inputs.size(), ranks);
+  for (const auto& list : {inputs, outputs})
+    for (const auto& tensor : list) {
+      check_layout("all_to_all", tensor);
+      TORCH_CHECK_VALUE(tensor.scalar_type() == inputs[0].scalar_type(),
+                        "all_to_all: tensors of several types; give one");
+    }
 }
 
 // c10d's lists hold this process's lists; this backend has one.

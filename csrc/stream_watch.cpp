@@ -1,6 +1,5 @@
 #include "stream_watch.h"
 
-#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -33,29 +32,6 @@ std::exception_ptr Watched::failure() const {
   ended();
   const std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
-}
-
-bool StagedWork::wait(std::chrono::milliseconds timeout) {
-  if (const auto failure = exception()) std::rethrow_exception(failure);
-  DeviceWork::wait(timeout);
-  if (timeout == kNoTimeout) return true;
-  const auto end = std::chrono::steady_clock::now() + timeout;
-  while (!isCompleted()) {
-    TORCH_CHECK_WITH(DistBackendError, std::chrono::steady_clock::now() < end, watched_->patience.operation,
-                     ": not done after ", timeout.count(), " ms");
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  if (const auto failure = exception()) std::rethrow_exception(failure);
-  return true;
-}
-
-// Complete at once, as NCCL's: what uses its value is queued behind the collective.
-c10::intrusive_ptr<c10::ivalue::Future> StagedWork::getFuture() {
-  const c10::StreamGuard on(stream_);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                         std::vector<c10::Device>{stream_.device()});
-  future->markCompleted(c10::IValue(outputs_));
-  return future;
 }
 
 StreamWatch::StreamWatch(std::shared_ptr<SharedRanks> ranks, DeviceArea area, int rank, c10::Device device)

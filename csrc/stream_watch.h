@@ -37,23 +37,18 @@ class Watched {
   mutable std::exception_ptr failure_;
 };
 
-// As NCCL's: the host does not wait, unless for a time that was given. An error is raised by the waits that follow it.
 class StagedWork final : public DeviceWork {
  public:
-  // stream: on which `done` was recorded.
   StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, c10::Stream stream,
              std::shared_ptr<const Watched> watched)
-      : DeviceWork(rank, type, std::move(outputs), stream.device(), watched->done),
-        stream_(stream),
-        watched_(std::move(watched)) {}
+      : DeviceWork(rank, type, std::move(outputs), stream, watched->done), watched_(std::move(watched)) {}
   bool isCompleted() override { return watched_->ended() || watched_->failure(); }
   bool isSuccess() const override { return watched_->ended() && !watched_->failure(); }
   std::exception_ptr exception() const override { return watched_->failure(); }
-  bool wait(std::chrono::milliseconds timeout) override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  const c10::Stream stream_;
+  std::string operation() const override { return watched_->patience.operation; }
+
   const std::shared_ptr<const Watched> watched_;
 };
 

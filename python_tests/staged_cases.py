@@ -6,9 +6,10 @@ Each is drawn from `case`, the same on all ranks, and its numbers from `own`, of
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,16 @@ MOVED = FLOATS + WHOLE
 REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX")
 
 Operation = Callable[[random.Random, torch.Generator, Any, int, int], list[torch.Tensor]]
+
+
+def on_nodes(of_rank: Sequence[int], function: Any, *arguments: Any) -> Any:
+    """Call a function as on nodes of a launcher. of_rank: each rank's node."""
+    node = of_rank[dist.get_rank()]
+    local = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(of_rank.count(node)), "WORLD_SIZE": str(len(of_rank))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in local.items():
+            patch.setenv(name, value)
+        return function(*arguments)
 
 
 def numbers(own: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.backends import with_backend
 from oases.autotp.balanced import ExpertOptions, expert_options
 from oases.autotp.export import twin_of
 from oases.autotp.installation import Installation, install_layers, outside_of_layers, signatures_of
@@ -34,7 +35,6 @@ from oases.autotp.preconditions import (
     require_same_options,
     require_token_wise,
     tensor_parallel_group,
-    with_backend,
 )
 from oases.autotp.report import PartitionReport, compare_with_plan
 from oases.autotp.spec import ParallelSpec
@@ -103,8 +103,9 @@ def parallelize(
     busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
     exactly. pipeline_wire: the same for what the stages of "pp" send each other, without feedback. backend: of
-    torch.distributed, e.g. "staged", for new groups of the mesh's ranks; None: the mesh's own groups. stack_options:
-    further options of OverlappedStack, such as sub_batches and sequence_parallel.
+    torch.distributed, e.g. "staged", for new groups of the mesh's ranks; "auto": `staged` where that sums sooner;
+    None: the mesh's own groups. stack_options: further options of OverlappedStack, such as sub_batches and
+    sequence_parallel.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -128,7 +129,7 @@ def parallelize(
         "weights": "given" if weights is not None else None, **dict.fromkeys(_STACK), **stack_options,
     }  # fmt: skip
     require_same_options(_groups_of(mesh), given)
-    mesh = with_backend(mesh, backend)
+    mesh, measured = with_backend(mesh, backend, next((each.device for each in model.parameters()), None))
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
     experts, expert_parallel = planned_experts(plan, experts, expert_parallel)
@@ -145,7 +146,7 @@ def parallelize(
     for ranks in (run, data_parallel_group(mesh)):
         require_alike(model, ranks, values=weights is None)
     report = PartitionReport(type(model).__name__, tp.ranks)
-
+    report.notes += measured
     report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or example_inputs(model)

@@ -154,13 +154,10 @@ def make_staged(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
             "gloo for it"
         )
     whole = ProcessGroupGloo(dist.PrefixStore("whole", store), rank, size, timeout)
-    if counts[0] == 1:  # no memory to share
-        return whole
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
     place = nodes[node].index(rank)
-    local = staged_backend(dist.PrefixStore(f"node {node}", store), place, counts[0], timeout)
-    across = ProcessGroupGloo(dist.PrefixStore(f"place {place}", store), node, len(nodes), timeout)
-    return nodes_backend(whole, local, across, nodes)
+    local = staged_backend(dist.PrefixStore(f"node {node}", store), place, counts[0], timeout, nodes[node])
+    return nodes_backend(whole, local, nodes)
 
 
 def _nodes(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:

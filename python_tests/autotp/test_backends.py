@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import oases
-from oases.autotp.preconditions import with_backend
+from oases.autotp import backends
+from oases.autotp.backends import with_backend
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
+from oases.testbed.backend import Backend
 
 
 def described(mesh: Any) -> list[Any]:
@@ -25,10 +27,13 @@ def described(mesh: Any) -> list[Any]:
 def made() -> list[list[Any]]:
     """Sums over the groups and meshes that `with_backend` makes."""
     found = [
-        with_backend(None, "staged"),
-        with_backend(dist.new_group([0, 1, 2, 3]), "staged"),
-        with_backend(init_device_mesh("cpu", (4,)), "staged"),
-        with_backend(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "staged"),
+        with_backend(given, "staged")[0]
+        for given in (
+            None,
+            dist.new_group([0, 1, 2, 3]),
+            init_device_mesh("cpu", (4,)),
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        )
     ]
     total = torch.ones(1)
     dist.all_reduce(total, group=found[-1]["tp"].get_group())
@@ -58,6 +63,27 @@ def test_what_cannot_be_made_is_refused(two_ranks):
     assert "unknown backend 'nosuch'; known are gloo" in unknown
     assert "without 'pp'; leave it out, and start the run over it: init_process_group('staged')" in stages
     assert own == stages
+
+
+def chosen() -> list[Any]:
+    """Whether `auto` leaves a group as it is that is faster, and its choice where sums there take long."""
+    own = dist.new_group([0, 1], use_local_synchronization=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_seconds", lambda groups, device: [0.001, 0.002])
+        same, said = backends.with_backend(own, "auto")
+    Backend.parse("sim:alpha=200ms,bandwidth=10GB/s").activate()
+    slow = dist.new_group([0, 1], backend="sim", use_local_synchronization=True)
+    other, found = backends.with_backend(slow, "auto")
+    return [same is own, said, dist.get_backend(other), found]
+
+
+def test_auto_takes_what_sums_sooner(two_ranks):
+    (same, said, name, found), (_, _, other, elsewhere) = two_ranks.run(chosen)
+    assert same
+    assert said[0].startswith("backend auto: an all-reduce beside matmuls takes 2.00 ms by staged, 1.00 ms by ")
+    assert name == other == "staged"
+    assert found == elsewhere
+    assert "ms by sim" in found[0]
 
 
 def test_without_ranks_it_is_refused():

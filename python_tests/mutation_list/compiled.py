@@ -204,8 +204,8 @@ COMPILED = (
     ),
     Mutation(
         "nodes_leave_their_part_out",
-        "csrc/nodes_backend.cpp",
-        "      if (piece.exchange) piece.own[here].copy_(piece.mine);\n",
+        "csrc/nodes_collectives.cpp",
+        "      if (piece.exchange) piece.own[here_].copy_(piece.mine);\n",
         "",
         ("test_staged_nodes.py",),
         "A sum over more than two nodes lacks the part that this node's ranks have added.",
