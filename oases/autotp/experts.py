@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.autotp.module_snapshot import comparison_key
+from oases.autotp.module_snapshot import attributes_of
 from oases.moe.experts import ExpertWeights, compute
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,12 +31,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class Clamp:
+    """Gate and up projection clamped to at most `limit`, the latter to at least -`limit`, too.
+
+    alpha: the gate is (up + 1) * gate * sigmoid(alpha * gate), as GPT-OSS's; None: activation(gate) * up. alternate:
+    rows of gate and up alternate.
+    """
+
+    limit: float
+    alpha: float | None = None
+    alternate: bool = False
+
+
+@dataclass(frozen=True)
 class ExpertMlp:
     """Function of one expert: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
 
     up: name of the parameter [E, i or 2 i, hidden], the gate's rows first. down: name of the parameter [E, hidden,
     i]. transposed: they are [E, hidden, i or 2 i] and [E, i, hidden]. up_bias, down_bias: names, "" for none.
-    clamped: (limit, alpha) of GPT-OSS's gate, (clamp(up) + 1) * gate * sigmoid(alpha * gate), whose rows alternate.
     """
 
     up: str
@@ -46,7 +58,7 @@ class ExpertMlp:
     transposed: bool = False
     up_bias: str = ""
     down_bias: str = ""
-    clamped: tuple[float, float] | None = None
+    clamped: Clamp | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,8 +80,11 @@ class ExpertMlp:
 
     def _middle(self, rows: Tensor) -> Tensor:
         assert self.clamped is not None
-        limit, alpha = self.clamped
-        gate, up = rows[..., ::2].clamp(max=limit), rows[..., 1::2].clamp(-limit, limit)
+        limit, alpha = self.clamped.limit, self.clamped.alpha
+        gate, up = (rows[..., ::2], rows[..., 1::2]) if self.clamped.alternate else rows.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if alpha is None:
+            return ACTIVATIONS[self.activation](gate) * up
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
@@ -93,25 +108,23 @@ def substitute_experts(model: nn.Module, ranks: int, *, balanced: bool = False) 
 
     model: made by `twin_of`. ranks: number of ranks to shard the experts over. balanced: see `ExpertCollection`.
     """
-    known: dict[Any, ExpertMlp | None] = {}
+    known: dict[Any, ExpertCollection] = {}
     for module in list(model.modules()):
         stacked = _stacked(module)
         if not stacked or len({len(each) for each in stacked.values()}) != 1:
             continue
         look: tuple[Any, ...] = (type(module), *(tuple(each.shape) for each in stacked.values()),
-                *(comparison_key(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
+                attributes_of(module),
                 *(repr(child) for child in module.children()))  # fmt: skip
         if look not in known:
-            known[look] = _recognise(module, stacked)
-        found, number = known[look], len(next(iter(stacked.values())))
-        whole = ""
-        if found is None:
-            whole = "the function of its experts is not a known MLP"
-        elif number % ranks:
-            whole = f"{ranks} ranks do not divide its {number} experts"
-        names = tuple(name for name, _ in module.named_parameters()) if found is None else found.names
-        collection = ExpertCollection(number, names, found, whole, balanced)
-        object.__setattr__(module, "_collection", collection)
+            found, number, whole = _recognise(module, stacked), len(next(iter(stacked.values()))), ""
+            if found is None:
+                whole = "the function of its experts is not a known MLP"
+            elif number % ranks:
+                whole = f"{ranks} ranks do not divide its {number} experts"
+            names = tuple(name for name, _ in module.named_parameters()) if found is None else found.names
+            known[look] = ExpertCollection(number, names, found, whole, balanced)
+        object.__setattr__(module, "_collection", known[look])
         module.__class__ = _substitute_class(type(module))  # type: ignore[arg-type]
 
 
@@ -172,7 +185,14 @@ def _is_call(x: Any, index: Any, weights: Any) -> bool:
 def _recognise(module: nn.Module, stacked: dict[str, Tensor]) -> ExpertMlp | None:
     """The known MLP that gives the same results as the module's forward, or None."""
     number = len(next(iter(stacked.values())))
-    return next((each for each in _candidates(module, stacked) if _computes(module, number, each)), None)
+    return next(
+        (
+            each
+            for each in _candidates(module, stacked)
+            if all(_computes(module, number, each, scale) for scale in _SCALES)
+        ),
+        None,
+    )
 
 
 def _candidates(module: nn.Module, stacked: dict[str, Tensor]) -> Iterator[ExpertMlp]:
@@ -181,7 +201,10 @@ def _candidates(module: nn.Module, stacked: dict[str, Tensor]) -> Iterator[Exper
     biases = [name for name in stacked if name not in matrices]
     if len(matrices) != 2 or len(biases) not in (0, 2) or any(stacked[name].dim() != 2 for name in biases):
         return
-    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    limits, alphas = (
+        {each for name in names if isinstance(each := getattr(module, name, None), float)}
+        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
+    )
     for (up, down), transposed, gated in itertools.product(
         itertools.permutations(matrices), (False, True), (True, False)
     ):
@@ -194,15 +217,20 @@ def _candidates(module: nn.Module, stacked: dict[str, Tensor]) -> Iterator[Exper
                 continue
             for activation in ACTIVATIONS:
                 yield ExpertMlp(up, down, gated, activation, transposed, one, two)
-            if gated and isinstance(limit, float) and isinstance(alpha, float):
-                yield ExpertMlp(up, down, gated, "silu", transposed, one, two, (limit, alpha))
+                for limit in limits if gated else ():
+                    yield ExpertMlp(up, down, gated, activation, transposed, one, two, Clamp(limit))
+            for limit, alpha, alternate in itertools.product(limits if gated else (), alphas, (False, True)):
+                clamp = Clamp(limit, alpha, alternate)
+                yield ExpertMlp(up, down, gated, "silu", transposed, one, two, clamp)
 
 
 _TOKENS, _HIDDEN, _INNER, _CHOICES = 6, 8, 4, 2
 """Sizes of the trial call. Grouped matmuls need widths that are multiples of 16 bytes in float32."""
+_SCALES = (1.0, 30.0, 1000.0)
+"""Sizes of what the activation is given there: clamps begin somewhere."""
 
 
-def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
+def _computes(module: nn.Module, number: int, mlp: ExpertMlp, scale: float) -> bool:
     """Whether a copy of the module with small random weights computes the MLP, on a few tokens."""
     generator = torch.Generator().manual_seed(0)
 
@@ -212,13 +240,12 @@ def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
     wide = 2 * _INNER if mlp.gated else _INNER
     shapes = [(number, wide, _HIDDEN), (number, _HIDDEN, _INNER)]
     tensors = [drawn(a, c, b) if mlp.transposed else drawn(a, b, c) for a, b, c in shapes]
-    if mlp.clamped is not None:
-        tensors[0] *= mlp.clamped[0]  # so that some values are beyond the limit
+    tensors[0] *= scale
     tensors += [drawn(number, width) for name, width in ((mlp.up_bias, wide), (mlp.down_bias, _HIDDEN)) if name]
     small = dict(zip(mlp.names, map(nn.Parameter, tensors), strict=True))
     x, choices = drawn(_TOKENS, _HIDDEN), min(_CHOICES, number)
     index = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(_TOKENS)])
-    weights = drawn(_TOKENS, choices).softmax(-1)
+    weights = drawn(_TOKENS, choices).exp()  # whose sums are not 1
     expected = torch.zeros_like(x)
     for token, slot in itertools.product(range(_TOKENS), range(choices)):
         one = int(index[token, slot])
@@ -231,7 +258,9 @@ def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
                 got = copied.train(training)(x, index, weights)
         except Exception:  # a model's forward may raise anything; then it is not this MLP
             return False
-        if not isinstance(got, Tensor) or got.shape != x.shape or not torch.allclose(got, expected, 1e-4, 1e-5):
+        if not isinstance(got, Tensor) or got.shape != x.shape:
+            return False
+        if not torch.allclose(got, expected, 1e-4, 1e-5 * max(1.0, expected.abs().max().item())):
             return False
     return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -260,6 +260,15 @@ def comparison_key(value: Any) -> Any:
     return id(value)
 
 
+def attributes_of(module: nn.Module, ignored: Collection[str] = ()) -> tuple[Any, ...]:
+    """Attributes of a module's own, private ones too, by name and key. ignored: names without their values."""
+    return tuple(
+        (name, None if name in ignored else comparison_key(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _OF_MODULES and name != "training"
+    )
+
+
 def look_of(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
     """Classes, attributes, shapes and shared weights of a module and its submodules."""
     shared: dict[int, int] = {}
@@ -267,8 +276,7 @@ def look_of(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]
         (
             path,
             type(part),
-            tuple((name, None if (path, name) in ignored else comparison_key(v))
-                  for name, v in sorted(vars(part).items()) if not name.startswith("_") and name != "training"),
+            attributes_of(part, {name for at, name in ignored if at == path}),
             tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
                   for name, p in part._parameters.items() if p is not None),
             tuple((name, tuple(b.shape), b.dtype) for name, b in part.named_buffers(recurse=False)),

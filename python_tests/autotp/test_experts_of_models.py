@@ -10,7 +10,7 @@ from autotp.zoo_runs import one_step, trained_beside_itself
 from torch import nn
 
 import oases
-from oases.autotp.experts import collections, substitute_experts
+from oases.autotp.experts import Clamp, collections, substitute_experts
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -168,3 +168,55 @@ def test_experts_are_known_by_what_they_compute():
     assert "do not divide its 3 experts" in found["relu"].whole
     assert found["odd"].mlp is None
     torch.testing.assert_close(crowds["none"](x, x, x), expected)
+
+
+class Hidden(Crowd):
+    """Crowd whose function hangs on private attributes. renormalise: shares sum to 1 inside."""
+
+    def __init__(self, act, renormalise=False):
+        super().__init__(None)
+        self._act, self._renormalise = act, renormalise
+
+    def forward(self, rows, who, share):
+        self.act = self._act
+        return super().forward(rows, who, share / share.sum(-1, keepdim=True) if self._renormalise else share)
+
+
+def test_private_attributes_and_shares_that_are_changed_inside_tell_experts_apart():
+    crowds = nn.ModuleDict({"relu": Hidden(F.relu), "silu": Hidden(F.silu), "even": Hidden(F.silu, renormalise=True)})
+    substitute_experts(crowds, 3)
+    found = dict(collections(crowds))
+    assert [found[name].mlp.activation for name in ("relu", "silu")] == ["relu", "silu"]
+    assert found["even"].mlp is None
+
+
+class Clamped(nn.Module):
+    """Gated experts whose gate and up projection are clamped at `limit`. alpha: of GPT-OSS's gate."""
+
+    def __init__(self, limit, alpha=None):
+        super().__init__()
+        self.limit = limit
+        if alpha is not None:
+            self.alpha = alpha
+        self.both, self.down = nn.Parameter(torch.randn(4, 8, 4)), nn.Parameter(torch.randn(4, 4, 4))
+
+    def forward(self, rows, who, share):
+        out, alpha = torch.zeros_like(rows), getattr(self, "alpha", None)
+        for token, slot in torch.cartesian_prod(*map(torch.arange, who.shape)).tolist():
+            member = who[token, slot]
+            gate, up = (self.both[member] @ rows[token]).chunk(2)
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            middle = F.silu(gate) * up if alpha is None else (up + 1) * gate * torch.sigmoid(alpha * gate)
+            out[token] += share[token, slot] * (self.down[member] @ middle)
+        return out
+
+
+@pytest.mark.parametrize("limit", [7.0, 16.0])
+@pytest.mark.parametrize("alpha", [None, 1.7])
+def test_clamps_beyond_what_small_weights_reach_are_seen(limit, alpha):
+    """DeepSeek V4's and MiniMax M3's."""
+    crowds = nn.ModuleList([Clamped(limit, alpha)])
+    substitute_experts(crowds, 2)
+    ((_, found),) = collections(crowds)
+    assert found.mlp.clamped == Clamp(limit, alpha)
+    assert found.mlp.activation == "silu"
