@@ -7,7 +7,8 @@ takes the same steps and has the same result.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from oases_svm.design import Design, moments_from, spread_about
 from oases_svm.factor import DenseMatrix, NormalEquations
 from oases_svm.penalties import Floats, Penalty
 from oases_svm.polish import Polish
+
+T = TypeVar("T")
 
 _STEPS = 200
 _CHECKED = 10
@@ -52,9 +55,27 @@ class Ranks:
         every[start : start + len(rows)] = rows
         return self.sum(every)  # zeros elsewhere: a gather of uneven shards
 
-    def union(self, labels: Any) -> Any:
-        """Sorted union of all ranks' labels."""
-        return np.unique(np.concatenate(self._objects(labels)))
+    def together(self, check: Callable[[], T]) -> T:
+        """Result of a check of this rank's arguments. ValueError, on all ranks, where that of one rank fails."""
+        failure: Exception | None = None
+        try:
+            found = check()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            failure = error
+        for rank, text in enumerate(self._objects(None if failure is None else str(failure))):
+            if text is not None:
+                raise ValueError(f"rank {rank}: {text}") from failure
+        return found
+
+    def union(self, labels: Any, features: int) -> Any:
+        """Sorted union of all ranks' labels. ValueError, on all ranks, for other features or kinds of labels."""
+        shards = self._objects((labels, features))
+        kinds = ["strings" if some.dtype.kind in "OSU" else "numbers" for some, _ in shards]
+        for what, values in (("number of features", [count for _, count in shards]), ("kind of labels", kinds)):
+            if len(set(values)) > 1:
+                said = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                raise ValueError(f"the {what} differs between ranks: {said}; give all ranks rows of the same data")
+        return np.unique(np.concatenate([some for some, _ in shards]))
 
     def explore(self, polish: Polish, penalty: Penalty) -> Floats:
         """Consensus ADMM over the working columns; `oases_svm.solver.Explore`."""

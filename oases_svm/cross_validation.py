@@ -116,8 +116,9 @@ class NonconvexSVCCV(LinearClassifier):
         for train, test in check_cv(self.cv, y, classifier=is_classifier(self)).split(X, y):
             if weights[test].sum() == 0:
                 continue  # nothing to score
+            # Of an estimator for this alone: self keeps its own feature names.
             problems = Problems(
-                _Fold(), X[train], y[train], weights[train], self.class_weight, self.fit_intercept
+                NonconvexSVCCV(), X[train], y[train], weights[train], self.class_weight, self.fit_intercept
             )  # fmt: skip
             for kind, whole in paths.items():
                 path = path_of(problems, penalty, lams, self.max_iter, kind, whole.zeros)
@@ -126,7 +127,3 @@ class NonconvexSVCCV(LinearClassifier):
         if not all(rows.values()):
             raise ValueError(f"cv={self.cv!r} leaves no sample with a weight above 0 to score on")
         return {kind: np.stack(found) for kind, found in rows.items()}
-
-
-class _Fold(LinearClassifier):
-    """Validation settings of a fold's data, so that the classifier keeps its own feature names."""

@@ -138,16 +138,13 @@ class NonconvexSVC(LinearClassifier):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NonconvexSVC:
         """Fit to X [n, d], dense or sparse, labels y [n] of any kind and sample weights [n]."""
-        penalty = Penalty(self.penalty, self.lam, self.theta)
-        check_steps(self.max_iter, self.tol)
         ranks = explore = None
         if self.process_group is not None:
-            if not self.polish:
-                raise ValueError("polish=False does not support a process group; leave out process_group")
             from oases_svm.consensus import Ranks
 
             ranks = Ranks(self.process_group)
             explore = ranks.explore
+        penalty = self._checked() if ranks is None else ranks.together(self._checked)
         last = getattr(self, "coef_", None) if self.warm_start else None
         problems = Problems(self, X, y, sample_weight, self.class_weight, self.fit_intercept, ranks)
         self.classes_ = problems.classes
@@ -162,6 +159,13 @@ class NonconvexSVC(LinearClassifier):
                 found.append(solve_plainly(design, penalty, self.max_iter, self.tol, start))
         self._keep(found, self.tol, [problems.spread(solution.multipliers) for solution in found])
         return self
+
+    def _checked(self) -> Penalty:
+        """The penalty. ValueError for parameters out of range."""
+        check_steps(self.max_iter, self.tol)
+        if self.process_group is not None and not self.polish:
+            raise ValueError("polish=False does not support a process group; leave out process_group")
+        return Penalty(self.penalty, self.lam, self.theta)
 
 
 def check_steps(max_iter: Any, tol: Any) -> None:

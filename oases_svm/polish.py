@@ -172,15 +172,17 @@ def multipliers_at_zero(design: Design) -> Floats:
         return c.copy()
     positive, negative = c[y > 0].sum(), c[y < 0].sum()
     least = min(positive, negative)
-    return np.where(y > 0, c * least / positive, c * least / negative)
+    return c * least / np.where(y > 0, positive, negative)
+
+
+def largest_lambda_bound(design: Design) -> float:
+    """A lambda from which w = 0 is proven stationary for a penalty whose slope at zero is lambda."""
+    return float(np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0))
 
 
 def zero_is_stationary(design: Design, penalty: Penalty) -> Point | None:
     """The zero solution if these multipliers prove it, at the cost of one pass over the data; else None."""
-    force = np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0)
-    if force > penalty.slope_at_zero:
-        return None
-    return point_at_zero(design)
+    return None if largest_lambda_bound(design) > penalty.slope_at_zero else point_at_zero(design)
 
 
 def point_at_zero(design: Design) -> Point:

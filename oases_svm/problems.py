@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,30 +36,20 @@ class Problems:
         intercept: bool,
         ranks: Any = None,
     ) -> None:
-        x, y = validate_data(estimator, x, y, accept_sparse=("csr", "csc"), dtype=np.float64)
-        check_classification_targets(y)
-        self.classes, codes = np.unique(y, return_inverse=True)
-        if ranks is not None:
-            self.classes = ranks.union(self.classes)
-            codes = np.searchsorted(self.classes, y)
+        check = partial(_checked, estimator, x, y, sample_weight, class_weight, ranks is not None)
+        x, y, weights = check() if ranks is None else ranks.together(check)
+        self.classes = np.unique(y) if ranks is None else ranks.union(np.unique(y), x.shape[1])
+        codes = np.searchsorted(self.classes, y)
         if len(self.classes) < 2:
             raise ValueError(
                 f"{type(estimator).__name__} needs samples of at least 2 classes in the data, but the data contains "
                 f"only one class: {self.classes[0]}"
             )
-        weights = _check_sample_weight(sample_weight, x, dtype=np.float64)
-        if np.any(weights < 0):
-            raise ValueError(f"sample_weight must be 0 or more, got {weights.min()}")
-        present = np.unique(codes)
-        if class_weight is not None:
-            if ranks is not None and class_weight == "balanced":
-                raise ValueError("class_weight='balanced' does not support a process group; give a dict of weights")
-            of_class = np.ones(len(self.classes))
-            of_class[present] = compute_class_weight(class_weight, classes=self.classes[present], y=y)
-            weights = weights * of_class[codes]
         self.counted = np.flatnonzero(weights > 0)
         self.samples, self.features = x.shape
         total = weights.sum() if ranks is None else float(ranks.sum(np.array([weights.sum()]))[0])
+        if total == 0:
+            raise ValueError("all rows have weight 0; give two classes a class_weight and sample_weight above 0")
         self.mass = total
         self._weights = weights[self.counted] / total
         self._codes = codes[self.counted]
@@ -127,6 +118,27 @@ class Problems:
         self._of_row, self._share = of_row, self._weights / merged[of_row]
         kept = order[first]
         self._x, self._codes, self._weights, self._keys = self._x[kept], self._codes[kept], merged, self._keys[kept]
+
+
+def _checked(
+    estimator: Any, x: Any, y: Any, sample_weight: Any, class_weight: Any, shared: bool
+) -> tuple[Any, Any, Floats]:
+    """Valid rows, labels and weights. ValueError for others. shared: whether other ranks have rows, too."""
+    x, y = validate_data(estimator, x, y, accept_sparse=("csr", "csc"), dtype=np.float64)
+    check_classification_targets(y)
+    weights = _check_sample_weight(sample_weight, x, dtype=np.float64)
+    if np.any(weights < 0):
+        raise ValueError(f"sample_weight must be 0 or more, got {weights.min()}")
+    if class_weight is None:
+        return x, y, weights
+    if shared and class_weight == "balanced":
+        raise ValueError("class_weight='balanced' does not support a process group; give a dict of weights")
+    classes, codes = np.unique(y, return_inverse=True)
+    of_class = compute_class_weight(class_weight, classes=classes, y=y)
+    for name, weight in zip(classes, of_class, strict=True):
+        if not 0 <= weight < np.inf:
+            raise ValueError(f"class_weight of class {name} must be finite and 0 or more, got {weight}")
+    return x, y, weights * of_class[codes]
 
 
 def _keys(x: Any) -> Floats:

@@ -20,7 +20,7 @@ from oases_svm.admm import Admm, least_scale
 from oases_svm.design import Design
 from oases_svm.factor import DenseMatrix, Matrix, SparseMatrix
 from oases_svm.penalties import Floats, Penalty
-from oases_svm.polish import Point, Polish, improved, lower, multipliers_at_zero, zero_is_stationary
+from oases_svm.polish import Point, Polish, improved, largest_lambda_bound, lower, zero_is_stationary
 from oases_svm.vertex import Budget
 
 _INSIDE = 1e-9
@@ -193,11 +193,6 @@ def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, star
         w, b, multipliers, objective(design, design.margins(w, b), w, penalty), outcome.primal, outcome.dual,
         max(budget.used, 1),
     )  # fmt: skip
-
-
-def largest_lambda_bound(design: Design) -> float:
-    """A lambda from which w = 0 is proven stationary for a penalty whose slope at zero is lambda."""
-    return float(np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0))
 
 
 def certified(design: Design, penalty: Penalty, point: Point, iterations: int) -> Solution:

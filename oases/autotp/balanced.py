@@ -121,7 +121,6 @@ class BalancedExperts:
                 )
             placing.costs = self.known[sizes]
         placing.begin(None, None)
-        placing.number += 1
 
     def observe(self, demand: ExpertCounts) -> None:
         """Plan the next call's placement by the loads of this one."""
@@ -154,7 +153,10 @@ class TokenExchange:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
         experts = self._experts(given)
-        learns = state.module.training and not is_recomputation()
+        again = is_recomputation()
+        learns = state.module.training and not again
+        if not again:
+            state.placing.agree(group)
         if learns:
             state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
         counts = histogram(index, state.number, check=False)
@@ -163,6 +165,7 @@ class TokenExchange:
         setting = state.placing.setting(None)
         digest = state.placing.state([setting], training=state.module.training, order=self._order)
         demand = exchange_counts([routing], group, state=digest, label=state.name)
+        state.placing.number += learns
         plan = self._plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
         pending = []
         if setting.placement.moved:

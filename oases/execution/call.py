@@ -103,6 +103,8 @@ class ScheduledCall:
             output = self._work.output()
         if self._recomputes:
             self._versions = self._current_versions()
+        if self._differentiable:
+            torch.clear_autocast_cache()  # it would keep a copy of this call's stand-ins until autocast's region ends
         return output
 
     def begin(self, grad: Tensor) -> None:
@@ -216,6 +218,18 @@ def refuse_second_derivatives(name: str) -> None:
         raise RuntimeError(
             f"second derivatives of {name} are not available: its backward pass runs collectives and in-place sums, "
             "which are not recorded; leave out create_graph=True"
+        )
+
+
+def refuse_recomputation(name: str) -> None:
+    """Raise RuntimeError in a recomputation, as by torch.utils.checkpoint around a stack.
+
+    The random numbers of a call depend on its number, and its ranks could leave it at other ops.
+    """
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"{name} was called in a backward pass, as by torch.utils.checkpoint around it; leave the checkpoint out "
+            'and give the stack recompute="full", whose recomputation overlaps, too'
         )
 
 

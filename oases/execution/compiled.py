@@ -98,15 +98,24 @@ def _index_of(result: Tensor, products: list[tuple[Tensor, Tensor]], leaves: Lea
     return next((at for at, each in enumerate(leaves.stand_ins) if each is weight), None)
 
 
+def autocast(operand: Tensor) -> Tensor:
+    """Cast an operand of a matmul to autocast's type where that is on and takes it; float64 stays."""
+    device = operand.device.type
+    # meta has no autocast to ask for; is_autocast_available is not traced by the Dynamo of torch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return operand
+    casts = operand.is_floating_point() and operand.dtype != torch.float64
+    return operand.to(torch.get_autocast_dtype(device)) if casts else operand
+
+
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """`F.linear` in a graph that torch.compile records, in autocast's dtype where that is on."""
     if not weight.is_leaf or not (bias is None or bias.is_leaf):  # autograd needs its gradient at once
         return F.linear(x, weight.t() if transposed else weight, bias)
-    used, used_bias, device = None, None, x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, used = x.to(dtype), weight.detach().to(dtype)
-        used_bias = None if bias is None else bias.detach().to(dtype)
+    used, used_bias = None, None
+    if torch.is_autocast_enabled(x.device.type):
+        x, used = autocast(x), autocast(weight.detach())
+        used_bias = None if bias is None else autocast(bias.detach())
     made: Tensor = torch.ops.oases.deferred_linear(x, weight, bias, used, used_bias, transposed)[0]
     return made
 

@@ -8,10 +8,11 @@ once per step in the outer graph, not once per sub-batch in here.
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +22,11 @@ from oases.errors import UsageError
 from oases.extension import Leaves, Piece, generator_mark
 
 __all__ = [
-    "BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "recorded",
-    "require_compiler",
+    "BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "outside_of_dynamo",
+    "read_only", "recorded", "require_compiler",
 ]  # fmt: skip
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # By block: its methods, compiled with the block's options.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
@@ -84,6 +87,38 @@ def tensor_of(method: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return result
 
 
+def read_only(method: Callable[..., Tensor], arguments: Sequence[Any], call: Callable[[], Tensor]) -> Tensor:
+    """Result of a call of a block's method whose arguments are read again. RuntimeError where it changes them."""
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    before = [each._version for each in tensors]
+    result = call()
+    if [each._version for each in tensors] != before:
+        name = getattr(method, "__qualname__", repr(method))
+        raise RuntimeError(
+            f"{name}() of a block changes its input in place, and recomputation would read the new values; change a "
+            "copy, or leave out recompute"
+        )
+    return result
+
+
+def outside_of_dynamo(function: _F) -> _F:
+    """Decorator of a function that torch.compile leaves as it is, with all that it calls.
+
+    torch.compiler.disable imports Dynamo, which takes seconds; where it is not loaded, nothing is compiled.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **options)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments, **options)
+
+    return cast(_F, call)
+
+
 def own_memory(result: Tensor, others: Sequence[Any]) -> Tensor:
     """`result`, or a copy where it shares memory with one of `others` or is a leaf, so that it can be overwritten."""
     shared = result.is_leaf and result.requires_grad
@@ -118,6 +153,12 @@ class BlockParameters:
         named = "\n".join(self.names[number] for number in self.trained)
         self.form = (len(self.trained), f"{zlib.crc32(named.encode()):08x}")
         """Number of trained parameters, and a digest of their names."""
+
+    def trained_places(self) -> Iterator[tuple[tuple[int, str], str]]:
+        """Places of the trained parameters, comparable between blocks, and their names."""
+        for held, key, number in self._places:
+            if self._trains[number]:
+                yield (id(held), key), self.names[number]
 
     @property
     def current(self) -> bool:

@@ -260,6 +260,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
                     "call it in evaluation mode there"
                 )
         else:
+            self._placement_state.agree(group)
             if self.training:
                 self._begin(len(x), group)
             settings = [self._placement_state.setting(self.router)]
@@ -278,6 +279,10 @@ class OverlappedMoE(FailsTogether, nn.Module):
 
     def begin(self, tokens: int) -> tuple[RoutingState, ForwardPass | None]:
         """Begin a forward pass of so many tokens; return its routing state, and in training the open pass."""
+        opened = self._placement_state.passes.newest() if self.training and is_recomputation() else None
+        if opened is not None:
+            return opened.setting, opened
+        self._placement_state.agree(self.process_group)
         if not self.training:
             return self._placement_state.setting(self.router), None
         self._begin(tokens, self.process_group)
@@ -345,8 +350,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
         self._placement_state.observe(demand.counts)
         self.router.note(routing.demand)
         if self._recorder is not None and group_rank(self.process_group) == 0:
-            recorder, layer = self._recorder
-            recorder.write(self._placement_state.number - 1, layer, demand.counts)
+            (recorder, layer), state = self._recorder, self._placement_state
+            recorder.write(state.before + state.number - 1, layer, demand.counts)
 
     def _share_of(self, routing: Routing) -> Routing:
         tensor_group = group_of(self._tensor_group)

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.execution.failure import known_monitor
 from oases.execution.group import ProcessGroup
 from oases.moe.costs import Costs
 from oases.moe.dispatch import ExpertCounts
@@ -86,13 +87,15 @@ class PlacementState:
         self._layer = layer
         self.method, self.costs = method, costs
         self.passes = OpenPasses()
-        self.number = 0
-        """Number of training passes."""
+        self.before, self.number = 0, 0
+        """Numbers of training passes: before the ranks agreed on their state, and since."""
+        self._failures = 0
         self._experts, self._devices = experts, devices
         self._memory_budget = memory_budget
         counts = np.zeros((experts, devices), dtype=np.int64)
         routes, copies = owner_only(counts)
         plain = Placement("none", tuple(tuple(held) for held in copies), routes, counts.sum(0), 0.0)
+        self._plain = plain
         self._planner: Planner | None = None
         self._current = self._next = plain
         self._fixed: Placement | None = None
@@ -113,6 +116,20 @@ class PlacementState:
         if placement is not None:
             self._check(placement)
         self._fixed = placement
+
+    def agree(self, group: ProcessGroup | None) -> None:
+        """Begin again, at the start of a call, if the group has failed: some ranks were further in their call.
+
+        group: of the ranks that are to agree, which all know of a failure before they call again.
+        """
+        monitor = known_monitor(group)
+        failures = 0 if monitor is None else monitor.scheduler.failures
+        if self._failures != failures:
+            self._failures = failures
+            self.before, self.number = self.before + self.number, 0
+            self.passes = OpenPasses()
+            self._planner = None
+            self._current = self._next = self._plain
 
     def setting(self, router: Router | None) -> RoutingState:
         """Routing state of a pass that begins now; the same object until it changes."""

@@ -1,8 +1,8 @@
 """Routing state of open forward passes, so that recomputation uses the same bias and placement.
 
 Router bias and placement change from step to step. Recomputation in the backward pass must not see new ones: it would
-send tokens elsewhere. Both therefore stay while a forward pass is open, that is, until its backward pass has begun:
-they change at the first forward pass of a training step, for any number of micro-batches.
+send tokens elsewhere. Both therefore stay while a forward pass is open, that is, until its backward pass or that of a
+later one has begun: they change at the first forward pass of a training step, for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -55,8 +55,14 @@ class OpenPasses:
         self._open: list[ForwardPass] = []
 
     def all_closed(self) -> bool:
-        """Whether the state may change. Equal on every rank: it follows from the order of calls alone."""
-        self._open = [each for each in self._open if each.done and not each.closed]
+        """Whether the state may change, asked before a pass is opened.
+
+        Equal on every rank, unless one has failed: it follows from the order of calls alone.
+        """
+        # Backward passes come in the order of the forward passes, or all before the next one. So a pass before one
+        # that is closed has no backward pass, as a forward pass to warm up, or of a step that was skipped.
+        closed = max((number for number, each in enumerate(self._open) if each.closed), default=-1)
+        self._open = [each for each in self._open[closed + 1 :] if each.done]
         if len(self._open) < MOST_OPEN:
             return not self._open
         del self._open[0]
@@ -66,6 +72,10 @@ class OpenPasses:
         """Begin a forward pass."""
         self._open.append(ForwardPass(setting))
         return self._open[-1]
+
+    def newest(self) -> ForwardPass | None:
+        """Last pass whose backward pass has not begun, where a recomputation does not know its counts yet."""
+        return next((each for each in reversed(self._open) if each.done and not each.closed), None)
 
     def settings(self) -> list[RoutingState]:
         """Distinct states of the open passes, one of which a recomputation has; nearly always one."""
@@ -103,7 +113,10 @@ def begin_call(group: ProcessGroup | None, label: str, x: Tensor, *, training: b
     monitor.check()
     if not is_recomputation():  # under activation checkpointing its mode is another than that of the forward pass
         gradients = torch.is_grad_enabled()
-        form = ("type of the input", x.dtype, "computation of gradients", gradients, "training mode", training)
+        form = (
+            "type of the input", x.dtype, "computation of gradients", gradients, "training mode", training,
+            "gradient of the input", gradients and x.requires_grad,
+        )  # fmt: skip
         monitor.begin_call(label, form)
     return monitor
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.executor import Place, Step
-from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded, tensor_of
+from oases.execution.piece import Leaves, Piece, method_of, own_memory, read_only, recorded, tensor_of
 from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.attention import EarlierKeys
@@ -231,7 +231,8 @@ class BlockWork:
             token, in_piece[0] = deferring.set(deferred), traced is not None
             try:
                 if not graph:
-                    return own_memory(tensor_of(method, *given, *values), (*given, *values))
+                    read = (*given, *values)
+                    return own_memory(read_only(method, read, lambda: tensor_of(method, *read)), read)
                 # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
                     method, given, values, [self.leaves[block], *self.inputs.leaves], overwritten=True,
@@ -324,7 +325,10 @@ class BlockWork:
             )
             return out
 
+        again = place in self._program.recomputed or place in self._program.combined_again
         with _NO_CHANGE if graph else torch.no_grad():
+            if self._differentiable and again:
+                return read_only(method, given, lambda: draw(name, block, s, self._cut.extent_between, run))
             return draw(name, block, s, self._cut.extent_between, run)
 
     # --- backward ---

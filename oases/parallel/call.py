@@ -42,6 +42,24 @@ class StackParameters(BlockParameters):
         self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
 
 
+def apart(parameters: list[StackParameters]) -> list[StackParameters]:
+    """Return the parameters of all blocks. ValueError where blocks share a module that is trained.
+
+    Stand-ins of one block would replace another's there.
+    """
+    held: dict[tuple[int, str], int] = {}
+    for block, each in enumerate(parameters):
+        for place, name in each.trained_places():
+            other = held.setdefault(place, block)
+            if other != block:
+                raise ValueError(
+                    f"blocks {other} and {block} of a stack share a module, that of the trained {name}; give each "
+                    "block modules of its own (they may share parameters), freeze it, or use oases.parallelize, "
+                    "which takes shared modules"
+                )
+    return parameters
+
+
 @dataclass
 class CallOptions:
     """Options of one call: scheduler of its collectives, failure monitor, context.
@@ -122,7 +140,7 @@ class StackCall(ScheduledCall):
             held = [number for number in parameters.replicated if shares[number] is not None]
             if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
                 flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
-                label = f"replicated gradients of layer {self._program.layer(block)}"
+                label = self._label_of_replicated(block)
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
             self._shares, self._whole = shares, whole
             if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
@@ -163,7 +181,7 @@ class StackCall(ScheduledCall):
                 for number in self._cut[block].replicated:
                     gradient = found[number]
                     if gradient is not None:
-                        label = f"replicated gradients of layer {self._program.layer(block)}"
+                        label = self._label_of_replicated(block)
                         self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
                 numbers = [number for number, gradient in enumerate(found) if gradient is not None]
                 if numbers:
@@ -175,6 +193,9 @@ class StackCall(ScheduledCall):
         self._note()
 
     # --- inside ---
+
+    def _label_of_replicated(self, block: int) -> str:
+        return f"replicated gradients of {self._program.label} layer {self._program.layer(block)}"
 
     def _start_clock(self) -> None:
         if self._turn is not None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.execution.call import refuse_second_derivatives
+from oases.execution.compiled import autocast
 from oases.execution.group import HoldsGroup, ProcessGroup, group_of, group_rank, group_size, resolve, shard_size
 from oases.execution.propagation import watch_group
 from oases.execution.weight_gradient import linear
@@ -136,12 +137,7 @@ def _begin_backward(name: str, group: str, _: Tensor) -> None:
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Operands of a linear in autocast's type, where it is on: custom ops are not on its lists."""
-    device = x.device.type
-    # meta has no autocast to ask for; is_autocast_available is not traced by the Dynamo of torch 2.11.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return x, weight, bias
+    return autocast(x), autocast(weight), None if bias is None else autocast(bias)
 
 
 def shard(whole: Tensor, dim: int | None, process_group: ProcessGroup | None) -> Tensor:

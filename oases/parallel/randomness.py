@@ -58,10 +58,9 @@ _drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
 class Randomness:
     """Random streams of one call. seed: rank 0's `torch.manual_seed`; call: number of the stack's call.
 
-    active: whether anything may be drawn, in training. draws: by (block, method), whether it has drawn so far; kept
-    by the stack between calls, because saving, seeding and restoring a generator costs more than a small op, and most
-    blocks draw nothing. first_block, first_sample: offsets of the stack's blocks in the model, and of its samples in
-    the batch.
+    draws: by (block, method), whether it has drawn so far; kept by the stack between calls, because saving, seeding
+    and restoring a generator costs more than a small op, and most blocks draw nothing. first_block, first_sample:
+    offsets of the stack's blocks in the model, and of its samples in the batch.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Randomness:
         device: torch.device,
         draws: dict[tuple[int, MethodName], bool],
         *,
-        active: bool,
         size: int = 1,
         first_block: int = 0,
         first_sample: int = 0,
@@ -82,16 +80,14 @@ class Randomness:
         self._rank, self._size = rank, size
         # Not torch.manual_seed: it seeds every device, which costs more than small ops.
         self._generators = default_generators(device)
-        self.active = active
         self._draws = draws
         self._before: list[Tensor] = []
         self._marks: list[int] = []
 
     def begin(self) -> None:
         """Save the caller's random state, before the ops of a forward pass."""
-        if self.active:
-            self._before = [generator.get_state() for generator in self._generators]
-            self._marks = self._marked()
+        self._before = [generator.get_state() for generator in self._generators]
+        self._marks = self._marked()
 
     def end(self) -> None:
         """Forget the saved state, after the forward pass."""
@@ -103,8 +99,6 @@ class Randomness:
 
         An op that has drawn nothing so far runs without a stream. If it draws now, it is run again with its stream.
         """
-        if not self.active:
-            return function()
         if self._draws.get((block, method)) is False:
             result = function()
             if self._marked() == self._marks:
@@ -114,7 +108,7 @@ class Randomness:
 
     def again(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
         """Recompute an op in the backward pass, with the same random numbers."""
-        if not self.active or not self._draws.get((block, method), True):
+        if not self._draws.get((block, method), True):
             return function()
         return self._isolated(method, block, sub_batch, extent(sub_batch), function)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from oases.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -96,5 +98,12 @@ def sharded_modules(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def _cut(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
     for prefix, child in module.named_modules():
         for name, dim in getattr(child, "shard_dims", {}).items():
-            if getattr(child, name, None) is not None:
-                yield prefix, child, name, dim
+            if getattr(child, name, None) is None:
+                continue
+            if name in getattr(child, "parametrizations", ()):
+                raise UsageError(
+                    f"{prefix or type(child).__name__}.{name} is computed from other parameters, as by "
+                    "torch.nn.utils.parametrizations, and shards of those are no shards of it; leave the "
+                    "parametrization out"
+                )
+            yield prefix, child, name, dim

@@ -11,10 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from oases.execution.call import apply_call
+from oases.execution.call import apply_call, refuse_recomputation
 from oases.execution.executor import Context
 from oases.execution.failure import FailsTogether, FailureMonitor, monitor_of
 from oases.execution.group import ProcessGroup, group_of, refuse_capture, resolve
+from oases.execution.piece import outside_of_dynamo
 from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Turn
@@ -28,7 +29,7 @@ from oases.parallel.batch import (
     refuse_mixing,
 )
 from oases.parallel.blocks import BlockWork
-from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
+from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, apart, leaves_of
 from oases.parallel.checks import (
     BlockList,
     BypassedHooks,
@@ -89,8 +90,7 @@ class OverlappedStack(FailsTogether, nn.Module):
     Input and output: [batch, ...], replicated. Further inputs of blocks (a mask, a position bias) are passed as one
     `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of their module) stay local; partial
     gradients of replicated ones are all-reduced.
-    Raises ValueError for a batch that cannot be split, ScheduleError for an invalid schedule.
-    Source: arXiv 2305.16121.
+    ValueError for a batch that cannot be split, ScheduleError for an invalid schedule. Source: arXiv 2305.16121.
     """
 
     def __init__(
@@ -128,8 +128,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self._units: list[BlockUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
         self._tunings: Tunings | None = None
-        self.seed: int | None = None
-        """Seed of the random streams; rank 0's initial seed from the first forward pass on."""
+        self.seed: int | None = None  # of the random streams; rank 0's initial seed from the first forward pass on
         self._agreed = -1  # failures of the group before the ranks agreed on seed and calls
         self.calls = 0
         """Number of forward passes, which selects the random streams."""
@@ -145,7 +144,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self._block_parameters: list[StackParameters] = []
         self._hooks: list[BypassedHooks] = []
         self._programs: dict[tuple[int, str], BlockProgram] = {}  # by the id of the schedule, which they hold
-        self._draws: dict[tuple[int, MethodName], bool] = {}
+        self._draws: dict[bool, dict[tuple[int, MethodName], bool]] = {True: {}, False: {}}  # by the mode
 
     @property
     def label(self) -> str:
@@ -169,6 +168,10 @@ class OverlappedStack(FailsTogether, nn.Module):
         }  # fmt: skip
         return {**self.__dict__, **caches, "_agreed": -1}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state with a new number: rows of a report are of one stack."""
+        super().__setstate__({**state, "number": next(_numbers)})
+
     def run_as(
         self, schedule: str | Schedule, sub_batches: SubBatchCount | None = None, recompute: Recompute = "none"
     ) -> None:
@@ -179,15 +182,12 @@ class OverlappedStack(FailsTogether, nn.Module):
         if isinstance(schedule, Schedule):
             validate(schedule, "block")
             if schedule.num_blocks != len(self.blocks):
-                raise ValueError(
-                    f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "
-                    f"{len(self.blocks)}"
-                )
+                have = f"the stack has {len(self.blocks)}"
+                raise ValueError(f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, {have}")
             asked: Asked = (str(schedule), schedule.num_sub_batches, recompute)
             only: Schedule | None = schedule
         else:
-            asked = asked_for(schedule, sub_batches, recompute)
-            only = None
+            asked, only = asked_for(schedule, sub_batches, recompute), None
             if AUTO not in asked[:2]:
                 only = generate(asked[0], len(self.blocks), int(asked[1]), recompute, self.layer_of)
         self._only = only
@@ -202,6 +202,7 @@ class OverlappedStack(FailsTogether, nn.Module):
     def _laid_out(self, schedule: Schedule) -> Schedule:
         return laid_out(schedule, [*self.blocks], along=self.sequence_parallel and self.tensor_parallel > 1)
 
+    @outside_of_dynamo
     def forward(
         self, x: Tensor, inputs: Sequence[BlockInputs] | None = None, *, context: Context | None = None
     ) -> Tensor:
@@ -213,10 +214,9 @@ class OverlappedStack(FailsTogether, nn.Module):
         """
         require_activation(x)
         refuse_capture(x)
+        refuse_recomputation(self.label)
         given = checked_inputs(inputs, len(self.blocks))
-        scheduler: Scheduler = NullScheduler()
-        if self.tensor_parallel > 1:
-            scheduler = OverlapScheduler.of(self._group_name)
+        scheduler: Scheduler = OverlapScheduler.of(self._group_name) if self.tensor_parallel > 1 else NullScheduler()
         tuning = self._tuning(x, given, scheduler) if self._tunings is not None else None
         turn = None
         if tuning is not None and tuning.choice is None and self._with_gradients(x, given):
@@ -323,9 +323,8 @@ class OverlappedStack(FailsTogether, nn.Module):
         with_gradients = self._with_gradients(x, inputs)
         program = self._program_of(schedule, blocks, x.device.type)
         rank, size = self._group_rank, self.tensor_parallel
-        cut = SubBatches(
-            x.shape, schedule, SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
-        )
+        shard = SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
+        cut = SubBatches(x.shape, schedule, shard)
         held = CallInputs(inputs, cut, with_gradients=with_gradients)
         monitor = None
         if isinstance(scheduler, OverlapScheduler):
@@ -346,7 +345,7 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.calls += 1
         leaves = leaves_of(parameters, self._units) if with_gradients else []
         randomness = Randomness(
-            self.seed, self.calls, rank, x.device, self._draws, active=self.training, size=size,
+            self.seed, self.calls, rank, x.device, self._draws[self.training], size=size,
             first_block=self.first_block, first_sample=self._replica * x.shape[0],
         )  # fmt: skip
         context = Context() if context is None else context
@@ -381,7 +380,7 @@ class OverlappedStack(FailsTogether, nn.Module):
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """Current parameters of the blocks; refreshed where modules have changed."""
         if len(self._block_parameters) != len(blocks):
-            self._block_parameters = [StackParameters(block) for block in blocks]
+            self._block_parameters = apart(list(map(StackParameters, blocks)))
             self._hooks = [BypassedHooks(block) for block in blocks]
         elif not self._units:  # sharded parameters are not in their places between calls
             for number, known in enumerate(self._block_parameters):

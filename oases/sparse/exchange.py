@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.costs import Costs, Task
-from oases.sparse.gradient import Rows
+from oases.sparse.gradient import Form, Rows
 from oases.sparse.sketch import Sketch
 from oases.sparse.wire import Reduction, Wire, or_of
 
@@ -47,7 +47,8 @@ class TensorState:
 
     union, largest: rows of any rank in the last step, and the maximum of one rank where all are known. residual: part
     not sent yet, float32 [rows, width]. check_again, pause: steps until the tensor is scanned for zero rows again,
-    and the previous such interval.
+    and the previous such interval. form, device: of the gradients, once the ranks have agreed on the
+    form.
     """
 
     name: str
@@ -58,6 +59,8 @@ class TensorState:
     residual: Tensor | None = None
     check_again: int = 0
     pause: int = 0
+    form: Form | None = None
+    device: torch.device | str = "cpu"
 
     def seed(self, base: int) -> int:
         """Seed for this step and tensor, equal on all ranks."""

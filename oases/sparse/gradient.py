@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +13,50 @@ from oases.kernels.sparse import bitmap_pack, bitmap_unpack
 PACKED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Form(NamedTuple):
+    """Form of a tensor's gradients. layout: None where no gradient has shown it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: torch.layout | None
+
+    @classmethod
+    def of(cls, gradient: Tensor | None, like: Tensor | None) -> Form:
+        """Form of a gradient, or of a missing one from `like`. ValueError for what cannot be reduced."""
+        shown = like if gradient is None else gradient
+        if shown is None:
+            raise ValueError("no gradient: give like=, a parameter or gradient that has its shape")
+        _require_reducible(shown)
+        known = gradient is not None or shown.is_sparse  # a dense parameter may have sparse gradients
+        return cls(shown.shape, shown.dtype, shown.layout if known else None)
+
+    def zeros(self, device: torch.device | str, *, marked: bool = False) -> Tensor:
+        """Gradient of zeros; marked: with NaN in its first number, see `is_marked`."""
+        if self.layout == torch.sparse_coo:
+            rows = min(int(marked), self.shape[0])
+            values = torch.full((rows, *self.shape[1:]), torch.nan, dtype=self.dtype, device=device)
+            ids = torch.zeros(1, rows, dtype=torch.int64, device=device)
+            return torch.sparse_coo_tensor(ids, values, self.shape, check_invariants=False)
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        whole.view(-1)[: int(marked)] = torch.nan
+        return whole
+
+
+def is_marked(mean: Tensor) -> bool:
+    """Whether the first number is NaN: of any layout, so that all ranks find the same."""
+    first = mean.values()[:1][mean.indices()[0, :1] == 0] if mean.is_sparse else mean
+    return bool(first.reshape(-1)[:1].isnan().any())
+
+
 class Rows(ABC):
-    """Gradient [rows, ...] with rows of `width` numbers.
+    """Gradient [rows, ...] with rows of `width` numbers; one without dimensions is a row of one number.
 
     Keys and values are this rank's rows: int64 [k], ascending, and [k, width].
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.rows = shape[0]
+        self.rows = shape[0] if shape else 1
         self.width = shape[1:].numel()
 
     @abstractmethod
@@ -102,11 +138,6 @@ class ListedRows(Rows):
 
     def __init__(self, gradient: Tensor) -> None:
         super().__init__(gradient.shape, gradient.dtype, gradient.device)
-        if gradient.sparse_dim() != 1:
-            raise ValueError(
-                f"sparse gradients must have 1 sparse dimension, the rows, got {gradient.sparse_dim()}; "
-                "make it dense, or sparse by rows with .to_dense().to_sparse(1)"
-            )
         gradient = gradient.coalesce()  # sums repeated ids
         self._keys = gradient.indices()[0]
         self._values = gradient.values().reshape(-1, self.width)
@@ -143,12 +174,21 @@ class ListedRows(Rows):
 
 
 def rows_of(gradient: Tensor, in_place: bool = False) -> Rows:
-    """Rows of a gradient of at least one dimension. ValueError for layouts other than strided and COO."""
-    if gradient.layout == torch.sparse_coo:
-        return ListedRows(gradient)
-    if gradient.layout != torch.strided:
+    """Rows of a gradient. ValueError for types and layouts that cannot be reduced."""
+    _require_reducible(gradient)
+    return ListedRows(gradient) if gradient.is_sparse else DenseRows(gradient, in_place)
+
+
+def _require_reducible(gradient: Tensor) -> None:
+    if not gradient.is_floating_point():
+        raise ValueError(f"gradients must be of a float dtype, got {gradient.dtype}; convert it")
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise ValueError(f"gradients must be dense or sparse COO, got {gradient.layout}; convert it")
-    return DenseRows(gradient, in_place)
+    if gradient.is_sparse and gradient.sparse_dim() != 1:
+        raise ValueError(
+            f"sparse gradients must have 1 sparse dimension, the rows, got {gradient.sparse_dim()}; "
+            "make it dense, or sparse by rows with .to_dense().to_sparse(1)"
+        )
 
 
 def pack_values(support: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from oases.execution.group import group_name
-from oases.execution.wire import agreed_group
+from oases.errors import UsageError
+from oases.execution.group import all_gather_objects
 from oases.reporting import register
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, ReducerSettings, Steps, TensorState
-from oases.sparse.gradient import rows_of
+from oases.sparse.gradient import Form, is_marked, rows_of
 from oases.sparse.wire import Account, Reduction, Report, Wire
 
 SKETCH_ROWS = (1, 3, 5)
@@ -76,32 +76,60 @@ class S2Reducer:
         """Mean of the ranks' gradients, stored like the given one, which is not changed.
 
         gradient: dense [rows, ...], or sparse COO with one sparse dimension, of a float dtype. None: zero, of the
-        shape, dtype and layout of `like`. name: identifies the tensor where several use one reducer; key of its error
-        feedback. Waits for the result. UsageError, on all ranks, where they first use a name for gradients of other
-        shapes, dtypes or layouts.
+        shape and dtype of `like`, and the layout of the other ranks' or of the name's first gradients. name:
+        identifies the tensor where several use one reducer; key of its error feedback. Waits for the result.
+        UsageError, on all ranks, where one gives what cannot be reduced or has another shape or dtype than the name
+        had before, or where they first use a name for gradients of other shapes, dtypes or layouts.
         """
-        if gradient is None:
-            if like is None:
-                raise ValueError("no gradient: give like=, a parameter or gradient that has its shape")
-            gradient = torch.zeros_like(like, requires_grad=False).detach()
         memory = self._named.get(name)
+        form = None if memory is None else memory.form
+        refusal = ""
+        try:
+            mine = Form.of(gradient, like)
+            if form is not None:
+                _require_unchanged(form, mine)
+        except ValueError as error:
+            mine, refusal = None, str(error)
+        if form is None:
+            form = self._agreed(name, mine, refusal)
         if memory is None:
-            self._require_alike(name, gradient)
             memory = self._named[name] = self._new_memory(name)
+        memory.form = None if form.layout is None else form
+        shown = like if gradient is None else gradient
+        if shown is not None and not refusal:
+            memory.device = shown.device
+        if refusal or gradient is None:
+            # The others cannot know of a refusal before they send. So it goes with what is sent anyway, as a NaN.
+            gradient = form.zeros(memory.device, marked=bool(refusal))
         steps, exchange = self.begin(gradient.detach(), memory)
         for _ in range(2):
             next(steps)
         mean = self.end(steps, exchange)
         if gradient.device.type != "cpu":
             torch.accelerator.current_stream(gradient.device).synchronize()
+        if is_marked(mean) or not form.shape.numel():  # of no numbers, none is sent
+            self._agreed(name, None if refusal else form, refusal)
         return mean
 
-    def _require_alike(self, name: str, gradient: Tensor) -> None:
-        if self.wire.world > 1:
-            form = ("shape of the gradient", gradient.shape, "type of the gradient", gradient.dtype,
-                    "layout of the gradient", str(gradient.layout))  # fmt: skip
-            group, caller = group_name(self.wire.group), f"S2Reducer.all_reduce({name!r})"
-            agreed_group(group, caller, None, gradient.device.type, about=form)
+    def _agreed(self, name: str, mine: Form | None, refusal: str) -> Form:
+        """Form of all ranks' gradients. Collective; UsageError, on all ranks, for a refusal or different forms."""
+        caller = f"S2Reducer.all_reduce({name!r})"
+        forms = []
+        for rank, (form, why) in enumerate(all_gather_objects((mine, refusal), self.wire.group)):
+            if form is None:
+                raise UsageError(f"{caller} on rank {rank}: {why}")
+            forms.append(form)
+        agreed: list[Any] = []
+        for field, values in zip(Form._fields, zip(*forms, strict=True), strict=True):
+            ranks = {value: rank for rank, value in enumerate(values) if value is not None}
+            if len(ranks) > 1:
+                said = ", ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
+                raise UsageError(
+                    f"{caller}: the {field} of the gradient differs between ranks of one group: {said}; make the "
+                    "same calls on all of them"
+                )
+            agreed.append(next(iter(ranks), None))
+        return Form(*agreed)
 
     def prepare(self, device: torch.device) -> None:
         """Measure the costs for "auto", once. Collective; no other collective may be pending."""
@@ -112,15 +140,6 @@ class S2Reducer:
         self, gradient: Tensor, memory: TensorState, *, in_place: bool = False, if_sparse: bool = False
     ) -> tuple[Steps, Exchange]:
         """Generator of one gradient's reduction, not started; see `Exchange`."""
-        if not gradient.is_floating_point():
-            raise ValueError(f"gradients must be of a float dtype, got {gradient.dtype}; convert it")
-        if gradient.dim() == 0:
-            gradient = gradient.view(1)
-        if memory.residual is not None and memory.residual.shape != (gradient.shape[0], gradient.shape[1:].numel()):
-            raise ValueError(
-                f"{memory.name!r} was {tuple(memory.residual.shape)} and is {tuple(gradient.shape)} now; give every "
-                "tensor a name= of its own"
-            )
         self.prepare(gradient.device)
         rows = rows_of(gradient, in_place)
         exchange = Exchange(self.wire, self.settings, self.costs, rows, memory, if_sparse=if_sparse)
@@ -188,3 +207,13 @@ class S2Reducer:
     def reset_report(self) -> None:
         """Reset the accounts."""
         self._accounts.clear()
+
+
+def _require_unchanged(was: Form, now: Form) -> None:
+    # What is sent does not depend on the layout.
+    for field in ("shape", "dtype"):
+        if getattr(was, field) != getattr(now, field):
+            raise ValueError(
+                f"the {field} of the gradient was {getattr(was, field)} and is {getattr(now, field)} now; give every "
+                "tensor a name= of its own"
+            )

@@ -38,11 +38,6 @@ class Reduction:
     fallback: str = ""
     error: float | None = None
 
-    @property
-    def bytes_sent(self) -> int:
-        """Alias of `bytes`."""
-        return self.bytes
-
 
 @dataclass
 class Account:

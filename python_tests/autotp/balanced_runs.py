@@ -1,6 +1,7 @@
 """Training of models with balanced experts on every rank, beside the model in one process."""
 
 import sys
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -14,6 +15,7 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.autotp import balanced
 from oases.autotp.balanced import BalancedExperts
 from oases.execution.group import group_of, scheduler_of
 from oases.moe.placement_data import Placement, owner_only
@@ -268,3 +270,32 @@ def saved_and_loaded(name, dims, options, folder):
     oases.parallelize(empty, mesh=mesh_of(dims), experts="balanced", weights=folder / "pretrained", **options)
     losses = [float(loss_of(each(**data), data).detach()) for each in (parallel, again, empty)]
     return losses, oases.full_state_dict(parallel)
+
+
+def recovered(name, dims, function):
+    """Numbers of calls and losses of two steps after one in which rank 1 alone ran out of memory at a function."""
+    model, data = build(name), batch(name)
+    oases.parallelize(model, mesh=mesh_of(dims), experts="balanced")
+
+    def step():
+        model.zero_grad()
+        loss = loss_of(model(**data), data)
+        loss.backward()
+        return float(loss.detach())
+
+    step()
+    broken = patch.object(balanced, function, side_effect=MemoryError("out of memory"))
+    with broken if dist.get_rank() == 1 else nullcontext():
+        assert "out of memory" in said(step)
+    losses = [step(), step()]
+    return losses, [state.placing.number for state in states_of(model)]
+
+
+def generated(name, dims):
+    """Words that each replica generates, three more than the one before, and those of the model in one process."""
+    model, parallel = (build(name).eval() for _ in range(2))
+    oases.parallelize(parallel, mesh=mesh_of(dims), experts="balanced")
+    rank = parallel.oases_mesh.get_local_rank("dp")
+    options = {"max_new_tokens": 3 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+    start = batch(name)["input_ids"][rank : rank + 1, :5]
+    return parallel.generate(start, synced_gpus=True, **options), model.generate(start, **options)

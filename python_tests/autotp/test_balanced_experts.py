@@ -5,9 +5,11 @@ import torch
 import transformers
 from autotp.balanced_runs import (
     dropping,
+    generated,
     loss_of,
     losses_in_bfloat16,
     on_wires,
+    recovered,
     refused,
     saved_and_loaded,
     staged,
@@ -204,3 +206,18 @@ def test_experts_are_saved_whole_and_loaded_into_another_degree(two_ranks, tmp_p
     assert float(loss_of(model(**batch("mixtral")), batch("mixtral")).detach()) == pytest.approx(losses[0], rel=1e-6)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", ["shard_bounds", "dispatch_plan"])
+def test_ranks_agree_again_after_one_ran_out_of_memory_before_or_after_the_counts(two_ranks, function):
+    one, other = two_ranks.run(recovered, "mixtral", {"dp": 1, "tp": 2}, function)
+    assert one == other
+
+
+@pytest.mark.long
+def test_a_replica_whose_text_has_ended_goes_on_with_the_others(two_ranks):
+    """With synced_gpus=True, as the documentation says."""
+    for rank, (words, expected) in enumerate(two_ranks.run(generated, "mixtral", {"dp": 2, "tp": 1})):
+        assert words.shape == (1, 8 + 3 * rank)
+        assert torch.equal(words, expected)

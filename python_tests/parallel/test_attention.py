@@ -136,9 +136,10 @@ def test_a_schedule_that_runs_later_tokens_first():
 
 
 def test_what_cannot_be_cut():
-    block = TwoAttentions()
-    block.partial = lambda x: oases.causal_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
-    stack = OverlappedStack([block] * 2, schedule="oases")
+    blocks = [TwoAttentions(), TwoAttentions()]
+    for block in blocks:
+        block.partial = lambda x: oases.causal_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
+    stack = OverlappedStack(blocks, schedule="oases")
     with pytest.raises(ValueError, match=r"dropout_p=0.5 and is_causal=True cannot be cut along"):
         stack(torch.randn(1, TOKENS, WIDTH))
 

@@ -108,7 +108,7 @@ class Halved(Mlp):
 
 def reference(blocks, x, grad):
     """Output and gradients of one process that knows nothing of schedules."""
-    randomness = Randomness(SEED, 1, 0, x.device, {}, active=True)
+    randomness = Randomness(SEED, 1, 0, x.device, {})
     whole = Extent(0, x.shape[0])
     x = x.clone().requires_grad_()
     out = x

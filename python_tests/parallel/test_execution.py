@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from block_examples import WIDTH, Dropping, Mlp, check_exact, make_stack, plain_blocks
+from resident_memory import resident
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,3 +223,90 @@ def test_recomputation_runs_under_the_autocast_of_the_forward_pass(schedule, aro
     assert set(forward) == {torch.float32 if around == "backward" else torch.bfloat16}
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=1e-3)
+
+
+class ChangesItsInput(Mlp):
+    """Block whose `partial` or `combine` adds to what it was given in place. where: its name."""
+
+    where = ""
+
+    def partial(self, x):
+        if self.where == "partial":
+            x += 1.0
+        return super().partial(x)
+
+    def combine(self, x, y):
+        if self.where == "combine":
+            x += y
+            return x
+        return super().combine(x, y)
+
+
+@pytest.mark.parametrize("where", ["partial", "combine"])
+@pytest.mark.parametrize("schedule", ["sync", "fine_grained", "oases"])
+def test_an_input_that_a_block_changes_in_place_is_not_recomputed_from(schedule, where, monkeypatch):
+    monkeypatch.setattr(ChangesItsInput, "where", where)
+    stack = make_stack(plain_blocks(3), None, ChangesItsInput, schedule=schedule, recompute="full")
+    with pytest.raises(RuntimeError, match=rf"{where}\(\) of a block changes its input in place.*change a copy"):
+        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+
+
+class AlwaysDropping(Mlp):
+    """Dropout that no mode turns off."""
+
+    def partial(self, x):
+        return super().partial(F.dropout(x, 0.5))
+
+
+def test_dropout_that_stays_on_in_eval_is_recomputed_as_it_was():
+    def gradients(recompute):
+        torch.manual_seed(3)
+        stack = make_stack(plain_blocks(2), None, AlwaysDropping, schedule="oases", recompute=recompute).eval()
+        x = torch.linspace(-1, 1, 4 * 3 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH).requires_grad_()
+        stack(x).square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in stack.parameters())]
+
+    for mine, theirs in zip(gradients("full"), gradients("none"), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_keeps_no_copy_of_a_call():
+    """Micro-batches in one region would each leave the weights behind once more."""
+    wide = [(nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(2)]
+    stack, x = make_stack(wide, None, schedule="oases"), torch.ones(4, 3, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        for number in range(32):
+            stack(x).sum().backward()
+            if number == 7:
+                before = resident()
+    assert resident() - before < 24 * 4 * 512 * 2048  # half of what the copies of 24 calls take
+
+
+def test_a_stack_is_left_alone_by_torch_compile():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            self.stack = make_stack(plain_blocks(2), None, schedule="oases")
+
+        def forward(self, x):
+            return self.stack(self.first(x)) * 2
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    expected = model(x)
+    found = torch.compile(model, backend="eager")(x)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_stack_is_refused(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    stack = make_stack(plain_blocks(2), None, schedule="oases")
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    y = checkpoint(stack, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match='leave the checkpoint out and give the stack recompute="full"'):
+        y.sum().backward()

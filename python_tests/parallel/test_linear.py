@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
@@ -232,3 +233,12 @@ def test_from_linear_takes_dtype_and_device():
     layer = OverlappedColumnLinear.from_linear(nn.Linear(IN, OUT), dtype=torch.bfloat16)
     assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
     assert OverlappedRowLinear.from_linear(nn.Linear(IN, OUT), device="meta").weight.is_meta
+
+
+def test_autocast_leaves_float64_as_it_is():
+    layer = OverlappedColumnLinear(4, 6, dtype=torch.float64)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias), rtol=1e-12, atol=1e-12)

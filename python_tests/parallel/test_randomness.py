@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def two_dropouts(draw, *, seed=5, call=1, rank=0, method="partial", block=0, sub_batch=0, again=False):
     """Two masks [2, 64] that one op draws with `draw`."""
-    randomness = Randomness(seed, call, rank, CPU, {}, active=True, size=2)
+    randomness = Randomness(seed, call, rank, CPU, {}, size=2)
     run = randomness.again if again else randomness.run
     masks = run(method, block, sub_batch, lambda s: Extent(2 * s, 2), lambda: torch.stack([draw(), draw()]))
     return list(masks)

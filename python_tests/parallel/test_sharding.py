@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from oases.parallel.sharding import Cut, cuts
+from oases import OverlappedColumnLinear
+from oases.errors import UsageError
+from oases.parallel.sharding import Cut, cuts, sharded_parameters
 
 
 @pytest.mark.parametrize("segments", [(12,), (4, 4, 4), (8, 2, 2), (7, 5)])
@@ -34,3 +36,10 @@ def test_segments_of_a_module_are_its_own():
     found = cuts(layer)
     assert found[id(layer.weight)] == Cut(0, (6, 3, 3))
     assert found[id(layer.bias)] == Cut(0, (12,))
+
+
+def test_a_parametrized_shard_is_refused():
+    layer = OverlappedColumnLinear(4, 6)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(UsageError, match="weight is computed from other parameters"):
+        sharded_parameters(layer)

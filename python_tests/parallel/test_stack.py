@@ -323,3 +323,26 @@ def test_a_stack_that_ran_can_be_copied():
         other(x).sum().backward()
         assert all(p.grad is not None for p in other.parameters())
     assert all(p.grad is None for p in stack.parameters())
+
+
+def test_a_trained_module_of_two_blocks_is_refused():
+    """Each would put its own stand-ins there; parameters may be shared."""
+    blocks = plain_blocks(2)
+    stack = make_stack(blocks, None)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    stack.blocks[1].up = stack.blocks[0].up
+    with pytest.raises(ValueError, match=r"blocks 0 and 1 of a stack share a module, that of the trained up\.weight"):
+        stack(x)
+    stack.blocks[0].up.requires_grad_(False)
+    stack(x).sum().backward()
+    apart = make_stack(blocks, None)
+    apart.blocks[1].up.weight = apart.blocks[0].up.weight
+    apart(x).square().sum().backward()
+    blocks[1][1].weight = blocks[0][1].weight
+    plain_forward(blocks, x).square().sum().backward()
+    torch.testing.assert_close(apart.blocks[0].up.weight.grad, blocks[0][1].weight.grad)
+
+
+def test_a_copy_has_rows_of_its_own():
+    stack = make_stack(plain_blocks(1), None)
+    assert len({each.label for each in (stack, copy.deepcopy(stack), pickle.loads(pickle.dumps(stack)))}) == 3

@@ -1,11 +1,15 @@
-"""Rows of gradients and their sketches, on the CPU and, by `make test-gpu`, on a GPU."""
+"""Rows and forms of gradients and their sketches, on the CPU and, by `make test-gpu`, on a GPU."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import pack_values, rows_of
+from oases.sparse.reducer import S2Reducer
 from oases.sparse.sketch import Sketch
+
+MODES = ["dense", "packed", "gather", "sketch", "auto"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -71,3 +75,37 @@ def test_values_are_laid_out_by_key(device):
     with pytest.raises(ValueError, match="not in the support"):
         pack_values(support[:0], support, torch.ones(4, 1, device=device))
     assert pack_values(support[:0], support[:0], torch.ones(0, 4, device=device)).shape == (0, 4)
+
+
+def not_a_number(mode, sparse):
+    """A first number that is NaN looks like a refusal, and is none; layouts may differ from call to call."""
+    reducer, rank = S2Reducer(mode=mode), dist.get_rank()
+    gradient = torch.ones(40, 5)
+    reducer.all_reduce(gradient.to_sparse(1) if sparse else gradient)
+    gradient[rank] = torch.nan
+    mean = reducer.all_reduce(gradient.to_sparse(1) if rank == sparse else gradient)
+    return mean.to_dense().isnan().sum(1)[:3].tolist()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_is_no_refusal(two_ranks, mode, sparse):
+    assert two_ranks.run(not_a_number, mode, sparse) == [[5, 5, 0]] * 2
+
+
+def missing(mode):
+    """Gradients of an embedding with sparse=True: of no rank, then of rank 0 alone, of both, and of rank 1 alone."""
+    table, reducer, rank, found = torch.nn.Embedding(40, 5, sparse=True), S2Reducer(mode=mode), dist.get_rank(), []
+    for users in ((), (0,), (0, 1), (1,)):
+        table.weight.grad = None
+        if rank in users:
+            table(torch.tensor([1, 1, 3])).sum().backward()
+        mean = reducer.all_reduce(table.weight.grad, like=table.weight)
+        found.append((mean.is_sparse, mean.to_dense().sum(1)[[1, 3]].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_gradient_is_stored_as_the_others(two_ranks, mode):
+    half = (True, [5.0, 2.5])
+    assert two_ranks.run(missing, mode) == [[(False, [0.0, 0.0]), half, (True, [10.0, 5.0]), half]] * 2

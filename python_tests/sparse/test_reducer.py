@@ -34,7 +34,7 @@ def test_one_process_alone(mode):
     reducer = oases.S2Reducer(mode=mode)
     for gradient in (torch.randn(9, 3), torch.randn(9, 3).relu().to_sparse(1), torch.randn(4), torch.tensor(2.0)):
         mean = reducer.all_reduce(gradient, name=str(gradient.shape))
-        assert torch.equal(mean.to_dense().flatten(), gradient.to_dense().flatten())
+        assert torch.equal(mean.to_dense(), gradient.to_dense())
         assert reducer.last.bytes == 0
 
 
@@ -65,10 +65,10 @@ def odd(mode):
             exact /= 2
             mean = reducer.all_reduce(gradient, name=f"{name} {dtype}")
             assert mean.dtype == dtype
-            assert mean.numel() == gradient.numel()
+            assert mean.shape == gradient.shape
             if reducer.last.mode != "sketch":
                 rounding = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-12}.get(dtype, 1e-5)
-                torch.testing.assert_close(mean.double().view(exact.shape), exact, atol=rounding, rtol=rounding)
+                torch.testing.assert_close(mean.double(), exact, atol=rounding, rtol=rounding)
             apart[f"{name} {dtype}"] = (reducer.last.mode, reducer.last.fallback)
     table = torch.nn.Parameter(torch.zeros(3000, 4))
     gradient = torch.zeros(3000, 4)
@@ -117,7 +117,7 @@ def rename():
     reducer = S2Reducer(mode="sketch")
     reducer.all_reduce(torch.eye(600, 4).repeat(2, 1))
     with pytest.raises(
-        ValueError, match=r"'gradient' was \(1200, 4\) and is \(9, 4\) now; give every tensor a name="
+        UsageError, match=r"shape .* was .*\[1200, 4\]\) and is .*\[9, 4\]\) now; give every tensor a"
     ):
         reducer.all_reduce(torch.zeros(9, 4))
 
@@ -145,6 +145,45 @@ def test_gradients_of_other_sizes_are_refused_on_all_ranks(two_ranks):
         assert "shape of the gradient" in sizes
         assert all(size in sizes for size in ("[8, 2]", "[9, 2]"))
         assert "layout of the gradient" in layouts
+
+
+def unlike(mode, known, sparse):
+    """Gradients of rank 1 that cannot be reduced with rank 0's, before or after the first of their name."""
+    reducer, rank = S2Reducer(mode=mode), dist.get_rank()
+    reducer.costs = Costs(1e-5, 1e-6, 0.0, 0.0, 0.0)
+    good = torch.zeros(40, 5)
+    good[7 + rank] = 2.0
+    good, empty = (good.to_sparse(1), torch.ones(0, 5).to_sparse(1)) if sparse else (good, torch.ones(0, 5))
+    cases = {
+        "int64": (good, good.long()), "csr": (good, torch.eye(40, 5).to_sparse_csr()), "like=": (good, None),
+        "got 2": (good, torch.eye(40, 5).to_sparse()), "float16": (good, good.half()),
+        "[400, 5]": (good, torch.ones(400, 5).to_sparse(1) if sparse else torch.ones(400, 5)),
+        "[7, 5]": (empty, None),
+    }  # fmt: skip
+    found = {}
+    for text, (usual, odd) in cases.items():
+        if known:
+            reducer.all_reduce(usual, name=text)
+        try:
+            reducer.all_reduce(odd if rank else usual, like=torch.ones(7, 5) if text == "[7, 5]" else None, name=text)
+        except UsageError as error:
+            found[text] = str(error)
+    mean = reducer.all_reduce(good).to_dense()
+    assert mean[7:9].tolist() == [[1.0] * 5] * 2, "the ranks go on"
+    return found
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_one_rank_cannot_reduce_is_refused_on_all(two_ranks, mode, known, sparse):
+    first, second = two_ranks.run(unlike, mode, known, sparse)
+    assert first == second
+    assert len(first) == 7
+    for text, message in first.items():
+        assert f"S2Reducer.all_reduce({text!r})" in message
+        assert text in message.partition(")")[2]
+        assert "rank 1" in message
 
 
 def chosen(costs, cells, few=10):

@@ -65,3 +65,41 @@ def accuracies(x, y):
 def test_a_group_goes_with_a_clone(two_ranks):
     x, y = drawn(120, 6, noise=0.2)
     assert np.min(two_ranks.run(accuracies, x, y)) > 0.6
+
+
+def refusal(bad):
+    import torch.distributed as dist
+
+    rows = np.random.default_rng(0).standard_normal((20, 3))
+    labels = (rows[:, 0] > 0).astype(int)
+    data, parameters = {"X": rows, "y": labels}, {}
+    if dist.get_rank():
+        data |= {
+            "NaN": {"X": np.where(rows > 1, np.nan, rows)}, "rows": {"X": rows[:0], "y": labels[:0]},
+            "features": {"X": rows[:, :2]}, "weights": {"sample_weight": -np.ones(20)},
+            "continuous": {"y": rows[:, 1]}, "strings": {"y": np.where(labels, "yes", "no")},
+        }.get(bad, {})  # fmt: skip
+        parameters = {"lam": {"lam": -1}, "class weights": {"class_weight": {0: 1, 1: -2}}}.get(bad, {})
+    try:
+        NonconvexSVC(process_group=dist.group.WORLD, **parameters).fit(**data)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("lam", "rank 1: lam=-1 must be 0 or more"),
+        ("NaN", "rank 1: Input X contains NaN"),
+        ("rows", "rank 1: Found array with 0 sample"),
+        ("features", "the number of features differs between ranks: 3 on rank 0, 2 on rank 1"),
+        ("weights", "rank 1: sample_weight must be 0 or more, got -1.0"),
+        ("class weights", "rank 1: class_weight of class 1 must be finite and 0 or more, got -2.0"),
+        ("continuous", "rank 1: Unknown label type: continuous"),
+        ("strings", "the kind of labels differs between ranks: numbers on rank 0, strings on rank 1"),
+    ],
+)
+def test_what_is_bad_on_one_rank_is_refused_on_all(two_ranks, bad, message):
+    first, second = two_ranks.run(refusal, bad)
+    assert first.startswith(message)
+    assert second == first

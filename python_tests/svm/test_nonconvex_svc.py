@@ -200,6 +200,24 @@ def test_bad_data():
         NonconvexSVC().fit(x, x[:, 0])
 
 
+@pytest.mark.parametrize("weight", [-0.9, np.nan, np.inf])
+def test_bad_class_weights_are_named(weight):
+    x, y = drawn(20, 3)
+    with pytest.raises(ValueError, match=f"class_weight of class 1 must be finite and 0 or more, got {weight}"):
+        NonconvexSVC(class_weight={0: 1, 1: weight}).fit(x, y)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_of_zero_is_a_class_that_is_not_there():
+    x, y = drawn(60, 3)
+    y = y + (x[:, 1] > 0)
+    model = NonconvexSVC(class_weight={0: 0, 1: 1, 2: 1}).fit(x, y)
+    other = NonconvexSVC().fit(x[y > 0], y[y > 0])
+    assert np.array_equal(model.predict(x), other.predict(x))
+    with pytest.raises(ValueError, match="all rows have weight 0; give two classes a class_weight"):
+        NonconvexSVC(class_weight={0: 0, 1: 0, 2: 0}).fit(x, y)
+
+
 @pytest.mark.parametrize("polish", [True, False])
 def test_what_does_not_converge_warns(polish):
     x, y = drawn(100, 30)

@@ -89,6 +89,13 @@ def test_lambda_is_chosen(criterion):
     assert model.score(x, y) > 0.85
 
 
+def test_an_error_of_a_fold_names_the_estimator():
+    x, y = drawn(30, 4)
+    first = np.flatnonzero(y == 0)
+    with pytest.raises(ValueError, match="NonconvexSVCCV needs samples of at least 2 classes"):
+        NonconvexSVCCV(n_lambdas=2, cv=[(first, np.arange(30))]).fit(x, y)
+
+
 def test_bad_grids_are_refused():
     x, y = drawn(30, 4)
     for parameters, message in [
