@@ -76,6 +76,16 @@ auto place_experts(const at::Tensor& counts, const at::Tensor& routes,
                    const std::vector<std::vector<int32_t>>& copies, const Costs& costs) {
   const int64_t experts = counts.size(0), devices = counts.size(1);
   const int64_t* to = whole_numbers(routes);
+  const auto check = [&](int64_t device) {
+    TORCH_CHECK_VALUE(device >= 0 && device < devices, "device ", device, " of an expert is not among ",
+                      devices);
+  };
+  TORCH_CHECK_VALUE(routes.sizes() == counts.sizes() && static_cast<int64_t>(copies.size()) == experts,
+                    "counts are ", counts.sizes(), ", and routes ", routes.sizes(), " with copies of ",
+                    copies.size(), " experts; give a row of each for every expert");
+  for (int64_t i = 0; i < routes.numel(); ++i) check(to[i]);
+  for (const auto& held : copies)
+    for (const int32_t device : held) check(device);
   Layer layer(whole_numbers(counts), experts, devices, costs);
   for (int64_t expert = 0; expert < experts; ++expert) {
     for (const int32_t device : copies.at(expert)) layer.copy(expert, device);
@@ -178,7 +188,6 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("blocked_seconds", &oases::LabelTotals::blocked_seconds);
 
   py::class_<oases::Ticket, std::shared_ptr<oases::Ticket>>(module, "Ticket", "A started collective.")
-      .def_property_readonly("waited", &oases::Ticket::waited)
       .def_property_readonly("record", &oases::Ticket::record);
 
   py::class_<oases::Started>(module, "Started", "Description of a started collective.")

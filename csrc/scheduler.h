@@ -59,7 +59,6 @@ struct SumErrors {
 // memory while the collective still reads it.
 class Ticket {
  public:
-  bool waited() const { return waited_; }
   TicketRecord record() const;
 
  private:

@@ -23,7 +23,6 @@ class Walk {
   std::shared_ptr<double[]> store() const { return store_; }
   const std::vector<int64_t>& basis() const { return s_; }
   const std::vector<int64_t>& tight() const { return e_; }
-  const std::vector<double>& coefficients() const { return w_; }
   const std::vector<double>& multipliers() const { return multipliers_; }
   const std::vector<char>& active() const { return active_; }
   double inverse(int64_t row, int64_t column) const { return inverse_[row * room_ + column]; }

@@ -47,8 +47,7 @@ class TensorState:
 
     union, largest: rows of any rank in the last step, and the maximum of one rank where all are known. residual: part
     not sent yet, float32 [rows, width]. check_again, pause: steps until the tensor is scanned for zero rows again,
-    and the previous such interval. form, device: of the gradients, once the ranks have agreed on the
-    form.
+    and the previous such interval. form, device: of the gradients, once the ranks have agreed on the form.
     """
 
     name: str

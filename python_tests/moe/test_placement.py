@@ -302,3 +302,18 @@ def test_bad_options():
         plan(counts_of(8, 8, 0), Costs(**{**vars(FAST), "devices_per_node": 3}))
     with pytest.raises(UsageError, match="takes too long"):
         plan(counts_of(16, 16, 0), FAST, method="optimum")
+
+
+@pytest.mark.parametrize(
+    ("routes", "copies", "said"),
+    [
+        ([[0, 0]], [[0], [1]], "give a row of each for every expert"),
+        ([[0, 0], [1, 1]], [[0]], "with copies of 1 experts"),
+        ([[0, 9], [1, 1]], [[0], [1]], "device 9 of an expert is not among 2"),
+        ([[0, 0], [1, 1]], [[0, 99], [1]], "device 99 of an expert is not among 2"),
+        ([[0, -1], [1, 1]], [[0], [1]], "device -1 of an expert"),
+    ],
+)
+def test_placements_of_devices_that_are_not_there(routes, copies, said):
+    with pytest.raises(ValueError, match=said):
+        make_placement("", np.array([[3, 1], [2, 2]]), FAST, (np.array(routes), copies))
