@@ -205,15 +205,20 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
   return y;
 }
 
+Tensor weight_gradient(const Tensor& grad_rows, const Tensor& rows, bool trains) {
+  return trains ? at::mm(grad_rows.t(), rows) : rows.new_empty({0});
+}
+
 Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                 const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+                                 const std::string& group, int64_t num_chunks, bool sequence_parallel,
+                                 bool weight_trains) {
   const auto scheduler = OverlapScheduler::of(group);
   const Tensor grad_rows = rows_of(grad);
   Tensor grad_x, grad_weight, grad_bias;
   if (!sequence_parallel) {
     grad_x =
         reduced_matmul(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
-          grad_weight = at::mm(grad_rows.t(), rows_of(x));
+          grad_weight = weight_gradient(grad_rows, rows_of(x), weight_trains);
           grad_bias = grad_rows.sum(0);
         }).view(x.sizes());
     return {grad_x, grad_weight, grad_bias};
@@ -229,7 +234,7 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
           })
           .view(x.sizes());
   gather->await(0);
-  grad_weight = at::mm(grad_rows.t(), rows_of(gather->whole()));
+  grad_weight = weight_gradient(grad_rows, rows_of(gather->whole()), weight_trains);
   return {grad_x, grad_weight, grad_bias};
 }
 
@@ -249,11 +254,13 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
 }
 
 Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                              const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+                              const std::string& group, int64_t num_chunks, bool sequence_parallel,
+                              bool weight_trains) {
   const Tensor x_rows = rows_of(x);
   if (!sequence_parallel) {
     const Tensor grad_rows = rows_of(grad);
-    return {at::mm(grad_rows, weight).view(x.sizes()), at::mm(grad_rows.t(), x_rows), grad_rows.sum(0)};
+    return {at::mm(grad_rows, weight).view(x.sizes()), weight_gradient(grad_rows, x_rows, weight_trains),
+            grad_rows.sum(0)};
   }
   const auto scheduler = OverlapScheduler::of(group);
   Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward", true);
@@ -262,7 +269,7 @@ Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor&
   const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
   const Tensor grad_x = x.new_empty(x.sizes());
   gathered_matmul(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
-  const Tensor grad_weight = at::mm(rows_of(gather.whole()).t(), x_rows);
+  const Tensor grad_weight = weight_gradient(rows_of(gather.whole()), x_rows, weight_trains);
   scheduler->wait(bias_ticket);
   return {grad_x, grad_weight, grad_bias};
 }
@@ -297,7 +304,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction<Op>> {
                                .template typed<decltype(column_linear_backward)>();
     auto [grad_x, grad_weight, grad_bias] =
         op.call(grads[0], saved[0], saved[1], context->saved_data["group"].toStringRef(),
-                context->saved_data["num_chunks"].toInt(), context->saved_data["sequence_parallel"].toBool());
+                context->saved_data["num_chunks"].toInt(), context->saved_data["sequence_parallel"].toBool(),
+                context->needs_input_grad(1));
+    if (!context->needs_input_grad(1)) grad_weight = Tensor();
     if (!context->saved_data["bias"].toBool()) grad_bias = Tensor();
     return {grad_x, grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
   }

@@ -19,10 +19,11 @@ namespace oases {
 // [out/t] -> [..., out/t].
 at::Tensor column_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          const std::string& group, int64_t num_chunks, bool sequence_parallel);
-// grad: [..., out/t] -> gradients of x (summed over the group), weight and bias.
+// grad: [..., out/t] -> gradients of x (summed over the group), weight and bias. weight_trains: else that of the weight
+// is empty, and nothing is computed for it; what is sent is the same.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const std::string& group,
-    int64_t num_chunks, bool sequence_parallel);
+    int64_t num_chunks, bool sequence_parallel, bool weight_trains = true);
 
 // y = sum over ranks of x W^T, + b once. x: [..., in/t], weight: [out, in/t], bias: [out] -> [..., out].
 at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -30,7 +31,7 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
 // grad: [..., out], equal on every rank (a sequence shard if sequence_parallel).
 std::tuple<at::Tensor, at::Tensor, at::Tensor> row_linear_backward(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const std::string& group,
-    int64_t num_chunks, bool sequence_parallel);
+    int64_t num_chunks, bool sequence_parallel, bool weight_trains = true);
 
 // Differentiable versions, registered for Autograd: forward and backward redispatch to the four above.
 at::Tensor column_linear_autograd(const at::Tensor& x, const at::Tensor& weight,

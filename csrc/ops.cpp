@@ -35,8 +35,9 @@ Tensor row_linear_meta(const Tensor& x, const Tensor& weight, const std::optiona
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& x,
                                                         const Tensor& weight, const std::string&, int64_t,
-                                                        bool) {
-  return {x.new_empty_symint(x.sym_sizes()), weight.new_empty_symint(weight.sym_sizes()),
+                                                        bool, bool weight_trains) {
+  return {x.new_empty_symint(x.sym_sizes()),
+          weight_trains ? weight.new_empty_symint(weight.sym_sizes()) : weight.new_empty({0}),
           grad.new_empty_symint({grad.sym_size(-1)})};
 }
 
@@ -53,11 +54,11 @@ TORCH_LIBRARY(oases, library) {
       kNotCaptured);
   library.def(
       "column_linear_backward(Tensor grad, Tensor x, Tensor weight, str group, int num_chunks, "
-      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)",
+      "bool sequence_parallel, bool weight_trains=True) -> (Tensor, Tensor, Tensor)",
       kNotCaptured);
   library.def(
       "row_linear_backward(Tensor grad, Tensor x, Tensor weight, str group, int num_chunks, "
-      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)",
+      "bool sequence_parallel, bool weight_trains=True) -> (Tensor, Tensor, Tensor)",
       kNotCaptured);
 }
 

@@ -21,6 +21,7 @@ class Walk {
   int64_t size() const { return static_cast<int64_t>(s_.size()); }
   // Of all columns, with room for more; invalidated by `add`.
   std::shared_ptr<double[]> store() const { return store_; }
+  const std::vector<double>& coefficients() const { return w_; }
   const std::vector<int64_t>& basis() const { return s_; }
   const std::vector<int64_t>& tight() const { return e_; }
   const std::vector<double>& multipliers() const { return multipliers_; }

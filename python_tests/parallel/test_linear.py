@@ -242,3 +242,30 @@ def test_autocast_leaves_float64_as_it_is():
         found = layer(x)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias), rtol=1e-12, atol=1e-12)
+
+
+def check_frozen(sequence_parallel):
+    """A frozen weight costs no matmul, and gradients of the input and the bias are those of one that trains."""
+    for kind, width in ((OverlappedColumnLinear, 4), (OverlappedRowLinear, 4)):
+        layer = kind(8, 8, dtype=torch.float64, sequence_parallel=sequence_parallel)
+        found = []
+        for trains in (True, False):
+            layer.weight.requires_grad_(trains)
+            layer.zero_grad()
+            x = torch.arange(2 * 4 * (8 if kind is OverlappedColumnLinear else width), dtype=torch.float64)
+            x = x.view(2, 4, -1).requires_grad_()
+            y = layer(x)
+            with torch.autograd.profiler.profile() as profile:
+                y.square().sum().backward()
+            matmuls = sum(each.name == "aten::mm" for each in profile.function_events)
+            found.append((x.grad, layer.bias.grad, matmuls, layer.weight.grad is None))
+        (input_grad, bias_grad, matmuls, _), (frozen_input, frozen_bias, fewer, none) = found
+        torch.testing.assert_close(frozen_input, input_grad)
+        torch.testing.assert_close(frozen_bias, bias_grad)
+        assert none
+        assert fewer == matmuls - 1
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_frozen_weight_costs_no_matmul(two_ranks, sequence_parallel):
+    two_ranks.run(check_frozen, sequence_parallel)
