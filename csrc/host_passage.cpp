@@ -62,9 +62,9 @@ HostPassage::~HostPassage() {
   std::free(returned_);
 }
 
-c10::intrusive_ptr<c10d::Work> HostPassage::queue(Worker& worker, int rank, c10d::OpType type,
-                                                  Tensors results, const Tensors& outputs,
-                                                  const Tensors& inputs, Call call) {
+HostPassage::Work HostPassage::queue(Worker& worker, int rank, c10d::OpType type, Tensors results,
+                                     const Tensors& outputs, const Tensors& inputs, Call call,
+                                     std::vector<Work> steps) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::AutoDispatchBelowADInplaceOrView below;  // as the worker
   const c10::impl::VirtualGuardImpl guard(device_.type());
@@ -82,6 +82,7 @@ c10::intrusive_ptr<c10d::Work> HostPassage::queue(Worker& worker, int rank, c10d
     from = on_host(inputs, {}, {}), to = on_host(outputs, inputs, from);
     for (size_t i = 0; i < inputs.size(); ++i) from[i].copy_(inputs[i], /*non_blocking=*/true);
     here->record(out_);
+    for (const auto& input : inputs) input.record_stream(out_);
   }
   const uint32_t ticket = ++tickets_;
   const auto run = [=, this, call = std::move(call)](LocalWork&) {
@@ -111,8 +112,8 @@ c10::intrusive_ptr<c10d::Work> HostPassage::queue(Worker& worker, int rank, c10d
   while (!ends_.empty() && ends_.front()->query()) ends_.pop_front();
   ends_.push_back(done);
   under_way_.add(used, done);
-  return c10::make_intrusive<StepsWork>(rank, type, std::move(results), in_, done,
-                                        std::vector<c10::intrusive_ptr<c10d::Work>>{std::move(work)});
+  steps.push_back(std::move(work));
+  return c10::make_intrusive<StepsWork>(rank, type, std::move(results), in_, done, std::move(steps));
 }
 
 }  // namespace oases

@@ -34,9 +34,11 @@ class HostPassage {
   HostPassage& operator=(const HostPassage&) = delete;
   c10::Device device() const { return device_; }
 
-  // Queues a call on the worker, the same one for all; where it fails, outputs are NaN. results: of the work.
-  c10::intrusive_ptr<c10d::Work> queue(Worker& worker, int rank, c10d::OpType type, Tensors results,
-                                       const Tensors& outputs, const Tensors& inputs, Call call);
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  // Queues a call on the worker, the same one for all; where it fails, outputs are NaN. results: of the work. steps: works
+  // whose failures are its own, too.
+  Work queue(Worker& worker, int rank, c10d::OpType type, Tensors results, const Tensors& outputs,
+             const Tensors& inputs, Call call, std::vector<Work> steps = {});
 
  private:
   const c10::Device device_;

@@ -29,6 +29,37 @@ NodesBackend::NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusi
     : Backend(whole->getRank(), whole->getSize()),
       collectives_(std::move(whole), std::move(local), std::move(ranks)) {}
 
+// Messages that are under way fail.
+NodesBackend::~NodesBackend() { abort_messages(); }
+
+void NodesBackend::abort() {
+  collectives_.abort();
+  abort_messages();
+}
+
+void NodesBackend::abort_messages() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [_, line] : lines_)
+    if (line) line->abort();  // null where it could not be made
+}
+
+void NodesBackend::Line::wait_for(const NodesCollectives& collectives, int rank, Work message) {
+  const auto note = [this](Work work) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::swap(waited_for, work);  // so the one before is freed without the lock
+    TORCH_CHECK_WITH(DistBackendError, !aborted, "staged: messages were given up");
+  };
+  note(message);
+  collectives.wait_for(rank, *message, kNoTimeout);
+  note(nullptr);
+}
+
+void NodesBackend::Line::abort() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  aborted = true;
+  if (waited_for) waited_for->abort();
+}
+
 void NodesBackend::setTimeout(std::chrono::milliseconds timeout) { collectives_.set_timeout(timeout); }
 
 void NodesBackend::check_root(const char* name, int64_t root) const {
@@ -38,8 +69,12 @@ void NodesBackend::check_root(const char* name, int64_t root) const {
 void NodesBackend::passage_on(c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!passage_) passage_ = std::make_unique<HostPassage>(device);
-  TORCH_CHECK_VALUE(passage_->device() == device, "staged: rank ", getRank(), " gave this group a tensor on ",
-                    passage_->device(), " before, and now one on ", device,
+  check_same_device(*passage_, device);
+}
+
+void NodesBackend::check_same_device(const HostPassage& passage, c10::Device device) const {
+  TORCH_CHECK_VALUE(passage.device() == device, "staged: rank ", getRank(), " gave this group a tensor on ",
+                    passage.device(), " before, and now one on ", device,
                     "; keep to one device, or make a group for each");
 }
 
@@ -69,8 +104,15 @@ NodesBackend::Work NodesBackend::enqueue(Call call, Tensors results) {
       throw;
     }
   };
-  if (!device.is_cpu() && refused.empty())
-    return passage_->queue(worker_, getRank(), call.type, std::move(results), call.outputs, call.inputs, run);
+  if (!device.is_cpu() && refused.empty()) {
+    try {
+      return passage_->queue(worker_, getRank(), call.type, std::move(results), call.outputs, call.inputs,
+                             run, std::move(call.before));
+    } catch (...) {  // as where its memory cannot be had: the others would wait for this rank
+      collectives_.abort();
+      throw;
+    }
+  }
   auto work = worker_.enqueue(getRank(), call.type, device.is_cpu() ? std::move(results) : Tensors{},
                               [run, outputs = std::move(call.outputs),
                                inputs = std::move(call.inputs)](LocalWork&) { run(outputs, inputs); });
@@ -106,8 +148,11 @@ NodesBackend::Work NodesBackend::allreduce_coalesced(Tensors& tensors,
                         size_of(tensors[0]) > kPassageBytes;
   if (!long_way) return enqueue(call(tensors));
   Work last;
-  for (const auto& piece : tensors[0].view(-1).split(kPassageBytes / tensors[0].element_size()))
-    last = enqueue(call({piece}), tensors);
+  for (const auto& piece : tensors[0].view(-1).split(kPassageBytes / tensors[0].element_size())) {
+    Call next = call({piece});
+    if (last) next.before.push_back(last);  // so that the first error is the work's
+    last = enqueue(std::move(next), tensors);
+  }
   return last;
 }
 
@@ -187,14 +232,16 @@ NodesBackend::Work NodesBackend::scatter(Tensors& outputs, std::vector<Tensors>&
                                          const c10d::ScatterOptions& options) {
   const auto check = [this, outputs, inputs = first_of(inputs), root = options.rootRank] {
     check_one("scatter", outputs.size());
-    check_dense("scatter", outputs[0]);
+    check_layout("scatter", outputs[0]);
     check_root("scatter", root);
     check_count("scatter", "inputs", inputs.size(), root == getRank() ? getSize() : 0);
     for (const auto& input : inputs) check_alike("scatter", input, outputs[0]);
   };
   const auto run = [this, root = options.rootRank, timeout = options.timeout](const Tensors& to,
                                                                               const Tensors& from) {
-    collectives_.scatter(to[0], contiguous(from, true), static_cast<int>(root), timeout);
+    const Tensors whole = contiguous(to, false);
+    collectives_.scatter(whole[0], contiguous(from, true), static_cast<int>(root), timeout);
+    bring_back(whole, to);
   };
   return enqueue({c10d::OpType::SCATTER, "scatter", outputs, first_of(inputs), options.timeout, check, run});
 }
@@ -217,7 +264,7 @@ NodesBackend::Work NodesBackend::reduce_scatter(Tensors& outputs, std::vector<Te
                                                 const c10d::ReduceScatterOptions& options) {
   const auto check = [this, outputs, inputs = first_of(inputs), reduce = options.reduceOp] {
     check_one("reduce_scatter", outputs.size());
-    check_dense("reduce_scatter", outputs[0]);
+    check_layout("reduce_scatter", outputs[0]);
     check_count("reduce_scatter", "inputs", inputs.size(), getSize());
     check_reduction("reduce_scatter", outputs[0].scalar_type(), reduce);
     for (const auto& input : inputs) check_alike("reduce_scatter", input, outputs[0]);
@@ -276,8 +323,9 @@ NodesBackend::Work NodesBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 NodesBackend::Work NodesBackend::message(const char* name, Tensors& tensors, int other, int tag, bool sends) {
-  TORCH_CHECK_VALUE(tag >= 0 && tag < NodesCollectives::kTags, name, ": tag ", tag, " is not from 0 to ",
-                    NodesCollectives::kTags - 1, ", which staged over several machines takes");
+  constexpr int kAbove = NodesCollectives::kDeviceTag;
+  TORCH_CHECK_VALUE(tag >= 0 && tag < kAbove, name, ": tag ", tag, " is not from 0 to ", kAbove - 1,
+                    ", which staged over several machines takes");
   check_root(name, other);
   const auto [by, rank] = collectives_.peer(other);
   const c10::Device device = device_of(tensors);
@@ -288,14 +336,15 @@ NodesBackend::Work NodesBackend::message(const char* name, Tensors& tensors, int
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& found = lines_[{other, sends}];
-    if (!found || found->passage.device() != device) found = std::make_unique<Line>(device);
+    if (!found) found = std::make_unique<Line>(device);
     line = found.get();
   }
+  check_same_device(line->passage, device);
   const auto type = sends ? c10d::OpType::SEND : c10d::OpType::RECV;
-  const auto run = [this, by = by, other, tag, sends](const Tensors& to, const Tensors& from) {
+  const auto run = [this, by = by, line, other, sends](const Tensors& to, const Tensors& from) {
     Tensors list = sends ? from : to;
-    const Work sent = sends ? by->send(list, other, tag) : by->recv(list, other, tag);
-    collectives_.wait_for(other, *sent, kNoTimeout);
+    line->wait_for(collectives_, other,
+                   sends ? by->send(list, other, kAbove) : by->recv(list, other, kAbove));
   };
   return line->passage.queue(line->worker, getRank(), type, tensors, sends ? Tensors{} : tensors,
                              sends ? tensors : Tensors{}, run);

@@ -27,13 +27,15 @@ class NodesBackend : public c10d::Backend {
   // whole: of all ranks. local: of this machine's ranks. ranks: [machine][place].
   NodesBackend(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<StagedBackend> local,
                std::vector<std::vector<int64_t>> ranks);
+  ~NodesBackend() override;
 
   const std::string getBackendName() const override { return "staged"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return started_; }
-  // Ends what waits in collectives, and messages within the machine. What gloo sends alone waits on: it has no abort.
-  void abort() override { collectives_.abort(); }
+  // Ends what waits in collectives, in messages within the machine and in those of devices. What gloo sends alone waits
+  // on: it has no abort.
+  void abort() override;
 
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -67,12 +69,18 @@ class NodesBackend : public c10d::Backend {
     std::function<void()>
         check;  // raises where this rank cannot make the call; the machine's others then raise it, too
     HostPassage::Call run;
+    std::vector<Work> before = {};  // works whose failures are this one's, too
   };
   // Messages of tensors of a device with one rank, in one direction.
   struct Line {
     explicit Line(c10::Device device) : passage(device) {}
+    void wait_for(const NodesCollectives& collectives, int rank, Work message);
+    void abort();
     HostPassage passage;
-    Worker worker;  // last member: its thread reads the other
+    std::mutex mutex;  // of the two that follow
+    Work waited_for;
+    bool aborted = false;
+    Worker worker;  // last member: its thread reads the others
   };
 
   Work enqueue(const Call& call) { return enqueue(call, call.outputs); }
@@ -83,6 +91,8 @@ class NodesBackend : public c10d::Backend {
   Work message(const char* name, Tensors& tensors, int other, int tag, bool sends);
   // Makes it, where there is none. Raises ValueError where it cannot be, or is on another device.
   void passage_on(c10::Device device);
+  void check_same_device(const HostPassage& passage, c10::Device device) const;
+  void abort_messages();
   void check_root(const char* name, int64_t root) const;
 
   NodesCollectives collectives_;

@@ -22,8 +22,9 @@ class NodesCollectives {
  public:
   using Tensors = std::vector<at::Tensor>;
   using Timeout = std::chrono::milliseconds;
-  // Of messages that callers send, which share sockets with what is sent here: tags below it.
-  static constexpr int kTags = 1 << 30;
+  // Messages that callers send share sockets with what is sent here. Theirs have tags below kDeviceTag, which those of
+  // tensors of devices have: they are taken in the order of the calls, as NCCL's.
+  static constexpr int kTags = 1 << 30, kDeviceTag = kTags - 1;
 
   // whole: of all ranks. local: of this machine's ranks. ranks: [machine][place].
   NodesCollectives(c10::intrusive_ptr<c10d::Backend> whole, c10::intrusive_ptr<StagedBackend> local,

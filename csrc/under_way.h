@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace oases {
@@ -22,9 +23,12 @@ class UnderWay {
  public:
   void wait_for(const std::vector<at::Tensor>& used, const std::vector<c10::Stream>& streams) {
     while (!earlier_.empty() && earlier_.front().done.expired()) earlier_.pop_front();
-    const std::vector<const void*> memory = memory_of(used);
+    const std::vector<Range> memory = memory_of(used);
+    const auto meet = [](const Range& one, const Range& other) {
+      return one.first < other.second && other.first < one.second;
+    };
     for (const auto& [theirs, ended] : earlier_) {
-      const auto same = std::find_first_of(memory.begin(), memory.end(), theirs.begin(), theirs.end());
+      const auto same = std::find_first_of(memory.begin(), memory.end(), theirs.begin(), theirs.end(), meet);
       const auto done = same == memory.end() ? nullptr : ended.lock();
       if (done)
         for (const auto& stream : streams) done->block(stream);
@@ -36,13 +40,20 @@ class UnderWay {
   }
 
  private:
+  using Range = std::pair<const char*, const char*>;  // parts of one tensor do not wait for one another
   struct Earlier {
-    std::vector<const void*> memory;
+    std::vector<Range> memory;
     std::weak_ptr<const c10::Event> done;
   };
-  static std::vector<const void*> memory_of(const std::vector<at::Tensor>& tensors) {
-    std::vector<const void*> found;
-    for (const auto& tensor : tensors) found.push_back(tensor.storage().data());
+  static std::vector<Range> memory_of(const std::vector<at::Tensor>& tensors) {
+    std::vector<Range> found;
+    for (const auto& tensor : tensors) {
+      int64_t numbers = tensor.numel() > 0 ? 1 : 0;
+      for (int64_t dim = 0; numbers > 0 && dim < tensor.dim(); ++dim)
+        numbers += (tensor.size(dim) - 1) * tensor.stride(dim);
+      const char* const begin = static_cast<const char*>(tensor.const_data_ptr());
+      found.emplace_back(begin, begin + numbers * static_cast<int64_t>(tensor.element_size()));
+    }
     return found;
   }
   std::deque<Earlier> earlier_;

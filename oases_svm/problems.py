@@ -40,6 +40,9 @@ class Problems:
         x, y, weights = check() if ranks is None else ranks.together(check)
         self.classes = np.unique(y) if ranks is None else ranks.union(np.unique(y), x.shape[1])
         codes = np.searchsorted(self.classes, y)
+        unknown = set(class_weight or ()) - set(self.classes.tolist()) if isinstance(class_weight, dict) else set()
+        if ranks is not None and unknown:
+            raise ValueError(f"class_weight has {sorted(map(str, unknown))[0]}, which is no class of any rank")
         if len(self.classes) < 2:
             raise ValueError(
                 f"{type(estimator).__name__} needs samples of at least 2 classes in the data, but the data contains "
@@ -134,7 +137,10 @@ def _checked(
     if shared and class_weight == "balanced":
         raise ValueError("class_weight='balanced' does not support a process group; give a dict of weights")
     classes, codes = np.unique(y, return_inverse=True)
-    of_class = compute_class_weight(class_weight, classes=classes, y=y)
+    if shared and isinstance(class_weight, dict):  # some of its classes may be on other ranks alone
+        of_class = np.array([class_weight.get(name, 1.0) for name in classes.tolist()], dtype=np.float64)
+    else:
+        of_class = compute_class_weight(class_weight, classes=classes, y=y)
     for name, weight in zip(classes, of_class, strict=True):
         if not 0 <= weight < np.inf:
             raise ValueError(f"class_weight of class {name} must be finite and 0 or more, got {weight}")

@@ -96,6 +96,22 @@ def test_sums_of_leaves_and_of_inference_tensors(four_ranks):
     assert four_ranks.run(on_nodes, PAIRS, sums_without_autograd) == [[[4.0] * 3, *each, *each]] * 4
 
 
+def scattered() -> list[list[list[float]]]:
+    """Results of a scatter into a transposed tensor, by nodes and by gloo."""
+    found = []
+    for group in (dist.new_group(backend="staged"), dist.new_group(backend="gloo")):
+        whole = torch.empty(3, 2).t() if group.name() == "staged" else torch.empty(2, 3)
+        rows = [10.0 * rank + torch.arange(6.0).view(2, 3) for rank in range(4)]
+        dist.scatter(whole, rows if dist.get_rank() == 1 else None, group_src=1, group=group)
+        found.append(whole.tolist())
+    return found
+
+
+def test_a_scatter_into_a_tensor_of_another_layout(four_ranks):
+    for ours, theirs in four_ranks.run(on_nodes, PAIRS, scattered):
+        assert ours == theirs
+
+
 def refusals_over_nodes() -> list[str]:
     """Errors of groups and calls that nodes cannot have; the group goes on after those that all ranks make."""
     said = []

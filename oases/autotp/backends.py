@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 from typing import Any, cast
@@ -49,19 +50,33 @@ def with_backend(mesh: Any, backend: str | None, device: torch.device | None = N
     at = names.index("tp") if "tp" in names else 0
     if device is None or device.type == "meta":
         device = torch.device(mesh.device_type if of_mesh else "cpu")
-    trial = _again(groups[at], "staged")
-    own, staged = _seconds([groups[at], trial], device)
-    said = (
-        f"backend auto: an all-reduce beside matmuls takes {1e3 * staged:.2f} ms by staged, {1e3 * own:.2f} ms by "
-        f"{dist.get_backend(groups[at])}"
-    )
-    # The trial is kept, asleep: torch names groups by how many there are, and the next one of its name would read its
-    # addresses.
-    if own <= staged:
+    trial, said = _tried(groups, at, device)
+    if trial is None:
         return mesh, [said]
     return _of_groups(mesh, [trial if of == at else _again(group, "staged") for of, group in enumerate(groups)]), [
         said
     ]
+
+
+def _tried(groups: list[ProcessGroup], at: int, device: torch.device) -> tuple[ProcessGroup | None, str]:
+    """Group of `staged` of the ranks of groups[at] where it is the faster one, else None, and why. Collective.
+
+    groups: of all dimensions of a mesh. Replicas choose alike, for their groups are made together. A trial that lost
+    is kept, asleep: torch names groups by how many there are, and the next one of its name would read its addresses.
+    """
+    trial, why = None, "staged cannot join other ranks of the mesh"
+    try:
+        trial = _again(groups[at], "staged")
+        found = _seconds([groups[at], trial], device)
+    except UsageError as error:  # of all ranks of the group: it cannot join them
+        found, why = [0.0, math.inf], str(error).splitlines()[0]
+    for group in groups:
+        found = [max(of) for of in zip(*all_gather_objects(found, group), strict=True)]
+    own, staged = found
+    if staged == math.inf:
+        return None, f"backend auto: {why}; the mesh keeps its own groups"
+    times = f"{1e3 * staged:.2f} ms by staged, {1e3 * own:.2f} ms by {dist.get_backend(groups[at])}"
+    return trial if staged < own else None, f"backend auto: an all-reduce beside matmuls takes {times}"
 
 
 def _groups_of(group: ProcessGroup | None) -> list[ProcessGroup]:
@@ -84,7 +99,7 @@ def _again(group: ProcessGroup, backend: str) -> ProcessGroup:
 
 
 def _seconds(groups: list[ProcessGroup], device: torch.device) -> list[float]:
-    """Median seconds of an all-reduce beside matmuls by each of some groups, on the slowest rank. Collective.
+    """Median seconds of an all-reduce beside matmuls by each of some groups, on this rank. Collective.
 
     They take turns, so that a machine that slows down slows all.
     """
@@ -103,5 +118,4 @@ def _seconds(groups: list[ProcessGroup], device: torch.device) -> list[float]:
         return time.perf_counter() - start
 
     turns = [[seconds(by) for by in groups] for _ in range(1 + _ROUNDS)]
-    mine = [median(of) for of in zip(*turns[1:], strict=True)]  # the first makes connections and streams
-    return [max(of) for of in zip(*all_gather_objects(mine, groups[0]), strict=True)]
+    return [median(of) for of in zip(*turns[1:], strict=True)]  # the first makes connections and streams

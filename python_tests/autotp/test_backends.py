@@ -86,6 +86,38 @@ def test_auto_takes_what_sums_sooner(two_ranks):
     assert "ms by sim" in found[0]
 
 
+def chosen_over_replicas() -> bool:
+    """Whether a mesh stays as it is where its own group is faster on one of two replicas alone."""
+    groups = [dist.new_group(each, use_local_synchronization=True) for each in ([0, 1], [dist.get_rank()])]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=torch.tensor([[0], [1]]), mesh_dim_names=("dp", "tp"))
+    found = [[0.003, 0.002], [0.001, 0.002]][dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_seconds", lambda groups, device: found)
+        made, _ = backends.with_backend(mesh, "auto")
+    return made is mesh
+
+
+def test_replicas_choose_alike(two_ranks):
+    first, second = two_ranks.run(chosen_over_replicas)
+    assert first == second
+
+
+def refused_staged() -> tuple[bool, list[str]]:
+    def fails(group: Any, backend: str) -> Any:
+        raise UsageError("staged joins as many ranks of each node")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_again", fails)
+        same, said = backends.with_backend(None, "auto")
+    return same is None, said
+
+
+def test_auto_keeps_the_group_where_staged_cannot_join_it(two_ranks):
+    for same, said in two_ranks.run(refused_staged):
+        assert same
+        assert said == ["backend auto: staged joins as many ranks of each node; the mesh keeps its own groups"]
+
+
 def test_without_ranks_it_is_refused():
     with pytest.raises(UsageError, match="needs ranks; start them"):
         with_backend(None, "staged")

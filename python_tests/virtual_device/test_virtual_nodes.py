@@ -79,6 +79,37 @@ def sums_at_length():
     return torch.equal(found.cpu(), sum(each)) and found.shape == x.shape and apart.tolist() == [[2.0] * 3] * 4
 
 
+def test_messages_with_other_tags_arrive_in_the_order_of_the_calls(two_virtual):
+    assert two_virtual.run(on_nodes, ALONE, exchanges_tags) == [[1.0, 2.0]] * 2
+
+
+def exchanges_tags():
+    _, place = device.take()
+    group, other = device.staged_group(), 1 - dist.get_rank()
+    x = [torch.full((3,), float(number), device=place) for number in (1, 2)]
+    y = [torch.zeros(3, device=place) for _ in range(2)]
+    works = [dist.isend(each, group=group, group_dst=other, tag=tag) for each, tag in zip(x, (2, 1), strict=True)]
+    works += [dist.irecv(each, group=group, group_src=other, tag=tag) for each, tag in zip(y, (1, 2), strict=True)]
+    for work in works:
+        work.wait()
+    return [each[0].item() for each in y]
+
+
+def test_a_group_with_a_message_that_never_comes_ends(two_virtual):
+    assert two_virtual.run(on_nodes, ALONE, ends_a_message, timeout_seconds=60.0) == [True] * 2
+
+
+def ends_a_message():
+    """Whether a message that nobody sends fails at an abort."""
+    _, place = device.take()
+    group = device.staged_group()
+    dist.all_reduce(torch.ones(2, device=place), group=group)
+    work = dist.irecv(torch.zeros(3, device=place), group=group, group_src=1 - dist.get_rank())
+    time.sleep(0.2)
+    group._get_backend(place).abort()
+    return "given up" in error_of(lambda: work)
+
+
 @device.virtual_only
 def test_the_host_does_not_wait_for_another_node(two_virtual):
     assert two_virtual.run(on_nodes, ALONE, runs_ahead) == [0, 0]
@@ -146,7 +177,7 @@ def test_wrong_calls_are_errors(two_virtual):
     for anyone, operation, tag, other in two_virtual.run(on_nodes, ALONE, asks_for_more):
         assert "does not receive from any rank; name the rank" in anyone
         assert "all_reduce by BAND is not available for Float" in operation
-        assert "tag 1073741824 is not from 0 to 1073741823" in tag
+        assert "tag 1073741824 is not from 0 to 1073741822" in tag
         assert "is not cut in 2 parts by splits" in other
 
 
