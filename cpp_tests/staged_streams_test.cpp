@@ -40,47 +40,48 @@ c10::intrusive_ptr<c10d::Work> reduce_all(c10d::Backend& backend, const at::Tens
   return backend.allreduce(tensors, {});
 }
 
+// Collectives of one count that are under way together, and whose tensors are let go at once.
+void check_under_way(int rank, c10d::Backend& backend, c10::Device device, int64_t count) {
+  const int size = backend.getSize();
+  std::vector<at::Tensor> each;
+  for (int other = 0; other < size; ++other) each.push_back(numbers(other, count));
+  const at::Tensor added = size * numbers(0, count) + size * (size - 1) / 2;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  const auto sum = numbers(rank, count).to(device);
+  works.push_back(reduce_all(backend, sum));
+  auto whole = at::empty({size * count}, sum.options());
+  {
+    auto part = numbers(rank, count).to(device);  // let go while it is on the way
+    works.push_back(backend._allgather_base(whole, part, {}));
+  }
+  auto part = at::empty({count}, sum.options());
+  {
+    auto input = at::cat(each).to(device);
+    works.push_back(backend._reduce_scatter_base(part, input, {}));
+  }
+  works.push_back(reduce_all(backend, sum));  // of the sums, which nobody has waited for
+  std::vector<at::Tensor> sent{numbers(rank, count).to(device)}, received{at::empty_like(sum)};
+  works.push_back(backend.send(sent, (rank + 1) % size, 0));
+  works.push_back(backend.recv(received, (rank + size - 1) % size, 0));
+  auto input = at::cat(each).to(device), output = at::empty_like(whole);
+  std::vector<int64_t> even;
+  works.push_back(backend.alltoall_base(output, input, even, even, {}));
+  for (const auto& work : works) work->wait();
+  EXPECT_TRUE(at::equal(sum.cpu(), size * added)) << count;
+  EXPECT_TRUE(at::equal(whole.cpu(), at::cat(each))) << count;
+  EXPECT_TRUE(at::equal(part.cpu(), size * numbers(rank, count))) << count;
+  EXPECT_TRUE(at::equal(received[0].cpu(), numbers((rank + size - 1) % size, count))) << count;
+  EXPECT_TRUE(at::equal(output.cpu(), at::cat(std::vector<at::Tensor>(size, numbers(rank, count))))) << count;
+}
+
 }  // namespace
 
 TEST(StagedStreams, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
   virtual_device::settings.longest_delay = 1e-3;
   for (const int size : {2, 3})
-    run_streams(size, [size](int rank, StagedBackend& backend, c10::Device device) {
-      std::vector<at::Tensor> each;
-      for (const int64_t count : kCounts) {
-        for (int seed = 0; seed < 2; ++seed) {
-          each.clear();
-          for (int other = 0; other < size; ++other) each.push_back(numbers(other, count));
-          const at::Tensor added = size * numbers(0, count) + size * (size - 1) / 2;
-          std::vector<c10::intrusive_ptr<c10d::Work>> works;
-          const auto sum = numbers(rank, count).to(device);
-          works.push_back(reduce_all(backend, sum));
-          auto whole = at::empty({size * count}, sum.options());
-          {
-            auto part = numbers(rank, count).to(device);  // let go while it is on the way
-            works.push_back(backend._allgather_base(whole, part, {}));
-          }
-          auto part = at::empty({count}, sum.options());
-          {
-            auto input = at::cat(each).to(device);
-            works.push_back(backend._reduce_scatter_base(part, input, {}));
-          }
-          works.push_back(reduce_all(backend, sum));  // of the sums, which nobody has waited for
-          std::vector<at::Tensor> sent{numbers(rank, count).to(device)}, received{at::empty_like(sum)};
-          works.push_back(backend.send(sent, (rank + 1) % size, 0));
-          works.push_back(backend.recv(received, (rank + size - 1) % size, 0));
-          auto input = at::cat(each).to(device), output = at::empty_like(whole);
-          std::vector<int64_t> even;
-          works.push_back(backend.alltoall_base(output, input, even, even, {}));
-          for (const auto& work : works) work->wait();
-          EXPECT_TRUE(at::equal(sum.cpu(), size * added)) << count;
-          EXPECT_TRUE(at::equal(whole.cpu(), at::cat(each))) << count;
-          EXPECT_TRUE(at::equal(part.cpu(), size * numbers(rank, count))) << count;
-          EXPECT_TRUE(at::equal(received[0].cpu(), numbers((rank + size - 1) % size, count))) << count;
-          EXPECT_TRUE(at::equal(output.cpu(), at::cat(std::vector<at::Tensor>(size, numbers(rank, count)))))
-              << count;
-        }
-      }
+    run_streams(size, [](int rank, StagedBackend& backend, c10::Device device) {
+      for (const int64_t count : kCounts)
+        for (int seed = 0; seed < 2; ++seed) check_under_way(rank, backend, device, count);
     });
   virtual_device::settings.longest_delay = 0;
 }
@@ -88,33 +89,11 @@ TEST(StagedStreams, CollectivesThatAreUnderWayTogetherUnderRandomDelays) {
 TEST(HostPassage, CollectivesOverNodesThatAreUnderWayTogetherUnderRandomDelays) {
   know_the_device();
   virtual_device::settings.longest_delay = 1e-3;
-  constexpr int kSize = oases_tests::kOnNodes;
   oases_tests::run_nodes([](int rank, oases::NodesBackend& backend) {
     const c10::Device device(virtual_device::kType, static_cast<c10::DeviceIndex>(rank));
     const c10::DeviceGuard on(device);
-    for (const int64_t count : {0, 1, 1000, 2'200'001}) {  // the last in two pieces
-      std::vector<c10::intrusive_ptr<c10d::Work>> works;
-      const auto sum = numbers(rank, count).to(device);
-      works.push_back(reduce_all(backend, sum));
-      auto whole = at::empty({kSize * count}, sum.options());
-      {
-        auto part = numbers(rank, count).to(device);  // let go while it is on the way
-        works.push_back(backend._allgather_base(whole, part, {}));
-      }
-      works.push_back(reduce_all(backend, sum));  // of the sums, which nobody has waited for
-      std::vector<at::Tensor> sent{numbers(rank, count).to(device)}, received{at::empty_like(sum)};
-      works.push_back(backend.send(sent, (rank + 1) % kSize, 0));
-      works.push_back(backend.recv(received, (rank + 3) % kSize, 0));
-      auto input = oases_tests::of_all(count).to(device), output = at::empty_like(whole);
-      std::vector<int64_t> even;
-      works.push_back(backend.alltoall_base(output, input, even, even, {}));
-      for (const auto& work : works) work->wait();
-      EXPECT_TRUE(at::equal(sum.cpu(), 4 * (4 * numbers(0, count) + 6))) << count;
-      EXPECT_TRUE(at::equal(whole.cpu(), oases_tests::of_all(count))) << count;
-      EXPECT_TRUE(at::equal(received[0].cpu(), numbers((rank + 3) % kSize, count))) << count;
-      EXPECT_TRUE(at::equal(output.cpu(), at::cat(std::vector<at::Tensor>(kSize, numbers(rank, count)))))
-          << count;
-    }
+    for (const int64_t count : {0, 1, 1000, 2'200'001})  // the last in two pieces
+      check_under_way(rank, backend, device, count);
     virtual_device::synchronize(device.index());
   });
   virtual_device::settings.longest_delay = 0;

@@ -103,3 +103,23 @@ def test_what_is_bad_on_one_rank_is_refused_on_all(two_ranks, bad, message):
     first, second = two_ranks.run(refusal, bad)
     assert first.startswith(message)
     assert second == first
+
+
+def weighed_by_class(class_weight):
+    """Classes and weights of a fit whose ranks have two of three classes each, or its error."""
+    import torch.distributed as dist
+
+    labels = np.arange(20) % 2 + dist.get_rank()
+    rows = np.random.default_rng(dist.get_rank()).standard_normal((20, 3)) + labels[:, None]
+    try:
+        model = NonconvexSVC(process_group=dist.group.WORLD, class_weight=class_weight).fit(rows, labels)
+    except ValueError as error:
+        return str(error)
+    return model.classes_.tolist(), model.coef_.tolist()
+
+
+def test_weights_of_classes_that_a_rank_lacks(two_ranks):
+    first, second = two_ranks.run(weighed_by_class, {0: 2.0})
+    assert first == second
+    assert first[0] == [0, 1, 2]
+    assert two_ranks.run(weighed_by_class, {7: 2.0}) == ["class_weight has 7, which is no class of any rank"] * 2
