@@ -102,7 +102,8 @@ class GraphBlock(HoldsGroup, nn.Module):
     """Block `number` of a layer. Its parameters are those of the layer that its graphs read.
 
     balanced: paths of modules with experts of groups of their own. sends_tokens: whether the stack's schedule may run
-    it in three pieces, with the all-to-alls of its tokens between them.
+    it in three pieces, with the all-to-alls of its tokens between them. has_prologue: whether `partial` and `combine`
+    get the result of `prologue` in place of the activation.
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class GraphBlock(HoldsGroup, nn.Module):
         balanced: Collection[str] = (),
         *,
         sends_tokens: bool = False,
+        has_prologue: bool = False,
     ) -> None:
         super().__init__()
-        self.number, self.sends_tokens = number, sends_tokens
+        self.number, self.sends_tokens, self.has_prologue = number, sends_tokens, has_prologue
         self.process_group = group
         self.token_wise = self.causal = False
         """Whether it relates no tokens, or none to a later one, in the current call, if that may be cut into
@@ -144,6 +146,16 @@ class GraphBlock(HoldsGroup, nn.Module):
                 found = layer.get_parameter(name)
             if held.get(own) is not found:
                 self.register_parameter(own, found)
+
+    def prologue(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
+        """Activation -> activation behind what every rank computes in full, such as an attention that stays whole."""
+        known = call.known(x, rest)
+        blocks = known[0].blocks
+        assert blocks is not None
+        if blocks[self.number].prologue is None:  # nothing is, with the arguments of this call
+            return x
+        found: Tensor = call.read(known, self, "prologue", (x,), rest)
+        return found
 
     def partial(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Activation [batch, ...] -> this rank's partial sum."""

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
 from oases.autotp.fusion import fuse
-from oases.autotp.lowering import block_dropout
+from oases.autotp.lowering import block_dropout, block_linear
+from oases.autotp.rules import is_linear
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 
 
@@ -33,7 +34,8 @@ class Piece:
 class BlockPieces:
     """The two graphs of a block: before and after its all-reduce.
 
-    begin, sums, end: nodes of its input, its sums over the ranks and its result.
+    begin, sums, end: nodes of its input, its sums over the ranks and its result. prologue: graph from the layer's
+    activation to `begin`, where that is another node.
     """
 
     partial: Piece
@@ -41,10 +43,12 @@ class BlockPieces:
     begin: fx.Node
     sums: list[fx.Node]
     end: fx.Node
+    prologue: Piece | None = None
 
     def parameters(self, names: Mapping[str, str]) -> set[str]:
         """Parameters that it reads. names: those of the layer, by placeholder."""
-        return {names[each] for each in (*self.partial.reads, *self.combine.reads) if each in names}
+        before = () if self.prologue is None else self.prologue.reads
+        return {names[each] for each in (*before, *self.partial.reads, *self.combine.reads) if each in names}
 
 
 def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
@@ -70,6 +74,27 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
         _require_same_draws(begin, sums, end, drawn)
         begin = end
     return blocks
+
+
+def with_prologue(walk: Splitter, activation: str, first: BlockPieces) -> BlockPieces | None:
+    """The first block of a layer, begun behind the matmuls that every rank computes in full; None without such ones.
+
+    `cut` has them in both graphs of the block: they run twice, and their gradients are partial sums. Behind another
+    block of a stack they run once, between the two blocks.
+    """
+    graph = walk.graph
+    (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == activation)
+    phases = _phases(graph)
+    later = [each.args[0] for each in graph.nodes if each.target is reduce]
+    begin = _waist(graph, x, [*later, first.end, walk.outputs[0]], phases, 0)
+    inside = ancestors([begin], {x}) - {x}
+    if not any(node.target is block_linear or is_linear(node) for node in inside):
+        return None
+    targets = [node.args[0] for node in first.sums]
+    return BlockPieces(
+        piece_between(graph, x, [begin], targets), piece_between(graph, x, [begin, *first.sums], [first.end]),
+        begin, first.sums, first.end, piece_between(graph, x, [x], [begin]),
+    )  # fmt: skip
 
 
 def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn: set[fx.Node]) -> None:

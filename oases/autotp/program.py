@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from oases.autotp.cutting import BlockPieces, Piece
+from oases.autotp.cutting import BlockPieces, Piece, with_prologue
 from oases.autotp.export import Exported, UnsplittableError
 from oases.autotp.fusion import fuse
 from oases.autotp.lowering import GroupRank, lower
@@ -62,6 +62,14 @@ class Program:
         return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
 
     @cached_property
+    def behind(self) -> Program | None:
+        """The program of a layer that follows another one, with a prologue between them; None where it has none."""
+        assert self.blocks is not None
+        assert self.activation is not None
+        first = with_prologue(self.walk, str(self.exported.inputs[self.activation]), self.blocks[0])
+        return None if first is None else replace(self, blocks=[first, *self.blocks[1:]], _readings={})
+
+    @cached_property
     def tokens(self) -> list[TokenPieces]:
         """Graphs of the blocks under sequence parallelism. UsageError where what is not gathered relates tokens."""
         try:
@@ -75,6 +83,9 @@ class Program:
     @cached_property
     def sub_batches_of_tokens(self) -> list[SubBatchPieces]:
         """Graphs of the blocks for sub-batches of tokens; none where what follows a sum relates tokens."""
+        assert self.blocks is not None
+        if self.blocks[0].prologue is not None:
+            return []
         try:
             return self._pieces_by("tokens", sub_batch_pieces)
         except UnsplittableError:

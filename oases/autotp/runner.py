@@ -84,6 +84,8 @@ class Layer:
         self.path = path
         self.alone = StandaloneForward(module, signature, path)
         self.snapshot = self.alone.snapshot
+        self.follows = False
+        """Whether what it computes in full before its first sum runs between the layer before it and itself."""
         self.read: list[set[str]] = []
         """Parameters that each block of the stack has of it."""
         self._unlike: dict[int, str] = {}
@@ -96,9 +98,10 @@ class Layer:
 
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
-        return self.signature.program(
+        made = self.signature.program(
             call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
         )
+        return (self.follows and made.blocks is not None and made.behind) or made
 
     def unlike(self, program: Program) -> str:
         """Reason why the blocks of the stack cannot run a program, whose layer was traced in other modes, or ""."""
@@ -174,6 +177,8 @@ class Runner:
     ) -> None:
         self.name = name
         self.layers = list(layers)
+        self._asked = (options.get("schedule", AUTO), options.get("sub_batches"))
+        along = options.get("sequence_parallel") or getattr(self._asked[0], "sequence_parallel", False)
         blocks: list[GraphBlock] = []
         self.layer_of: list[int] = []
         self.read_beside = [
@@ -183,6 +188,8 @@ class Runner:
         ]  # fmt: skip
         """Names of parameters that each layer's further results read, beside its blocks."""
         for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
+            if index > 0 and not along and program.behind is not None:
+                layer.follows, program = True, program.behind
             assert program.blocks is not None
             for number, pieces in enumerate(program.blocks):
                 names = pieces.parameters(program.exported.parameters)
@@ -190,10 +197,12 @@ class Runner:
                 cuts = dict(layer.signature.cuts)
                 apart = bool(layer.signature.balanced) and program.in_pieces[number] is not None
                 blocks.append(
-                    GraphBlock(layer.module, number, names, cuts, group, layer.signature.balanced, sends_tokens=apart)
-                )
+                    GraphBlock(
+                        layer.module, number, names, cuts, group, layer.signature.balanced, sends_tokens=apart,
+                        has_prologue=pieces.prologue is not None,
+                    )
+                )  # fmt: skip
                 self.layer_of.append(index)
-        self._asked = (options.get("schedule", AUTO), options.get("sub_batches"))
         # Other masks of dropout in each list of layers, and the same however stages or segments divide a list.
         place = layers[0].path.rpartition(".")[2]
         before = (int(place) if place.isdecimal() else 0) * (len(blocks) // len(layers))

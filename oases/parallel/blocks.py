@@ -24,6 +24,7 @@ from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients,
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.attention import EarlierKeys
 from oases.parallel.batch import CallInputs, SubBatches
+from oases.parallel.between import BetweenBlocks
 from oases.parallel.exchanges import ExchangeWork
 from oases.parallel.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
 from oases.parallel.program import BlockProgram
@@ -54,8 +55,9 @@ class BlockWork:
         self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
         self._traced = [block if hasattr(block, "_orig_mod") else None for block in blocks]
         """By block, the block where it is compiled."""
-        self._combine = [method_of(block, "combine") for block in blocks]
-        self._prepare = [method_of(block, "prepare") if halved else None for block, halved in both]
+        self._between = BetweenBlocks(
+            blocks, program, leaves, randomness, cut, inputs, differentiable=differentiable, whole=self._whole
+        )
         self._joined = {
             b: JoinedNorm(below, above)
             for b, (below, above) in enumerate(itertools.pairwise(blocks))
@@ -75,9 +77,8 @@ class BlockWork:
         self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
         self._exchanges = ExchangeWork(blocks, program.order, leaves, inputs, differentiable=differentiable)
         # State of the backward pass.
-        self._prepare_pieces: dict[Place, Piece] = {}
         self._partial_pieces: dict[Place, Piece] = {}
-        self._combine_pieces: dict[Place, Piece | JoinedPiece] = {}
+        self._joined_pieces: dict[Place, JoinedPiece] = {}
         self.deferred: dict[Place, DeferredGradients] = {}
         self.keep_deferred = False
         """Whether the backward pass skips W, for `weights_of`."""
@@ -139,8 +140,8 @@ class BlockWork:
         """Release every tensor; the scheduler keeps those that backends still write to."""
         for held in (
             self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
-            self._residual, self._prepare_pieces, self._partial_pieces, self._combine_pieces, self.deferred,
-            self.leaves, self._exchanges,
+            self._residual, self._between, self._partial_pieces, self._joined_pieces, self.deferred, self.leaves,
+            self._exchanges,
         ):  # fmt: skip
             held.clear()
         self.inputs.forget()
@@ -201,15 +202,16 @@ class BlockWork:
         if deferred is not None:
             # R records the graph again; it must know whether y is the result of a matmul without other readers.
             deferred.end(y if again else None)
-            if again and place not in self._program.remade:
+            if again and place not in self._program.remade and not self._between.keeps_input(place):
                 (self._h[place],) = given
         self._set_parts(self._y, place, y)
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
         place = step.place
         deferred, whole = self.deferred[place], place in self._program.summed_again
-        method, given = self._partial[step.block], (self._h.pop(place),)
-        y = self._run_partial(place, method, given, deferred, self.randomness.again, graph=True, skip_last=not whole)
+        method = self._partial[step.block]
+        h = self._between.entered_again(place) if self._between.keeps_input(place) else self._h.pop(place)
+        y = self._run_partial(place, method, (h,), deferred, self.randomness.again, graph=True, skip_last=not whole)
         deferred.end()
         if whole:
             self._set_parts(self._y, place, y)
@@ -221,7 +223,7 @@ class BlockWork:
         block, s = place
         traced = self._traced[block]
         values = self.inputs.values(block, s, whole=block in self._joint)
-        name: MethodName = "partial" if self._prepare[block] is None else "product"
+        name: MethodName = "product" if self._program.halved[block] else "partial"
         keys = self._keys.get(block)
 
         def run() -> Tensor:
@@ -276,32 +278,29 @@ class BlockWork:
         again = place in self._program.combined_again
         keep = self._differentiable and again and place not in self._program.remade
         x = self._x[place] if keep else self._x.pop(place)
-        self._combined(step, x, self.randomness.run, graph=self._differentiable and not again)
+        self._combined(step, x, graph=self._differentiable and not again)
 
     def _do_RC(self, step: Step) -> None:  # noqa: N802
-        self._combined(step, self._x.pop(step.place), self.randomness.again, graph=True)
+        self._combined(step, self._x.pop(step.place), graph=True)
 
-    def _combined(self, step: Step, x: Tensor, draw: Callable[..., Tensor], *, graph: bool) -> None:
+    def _combined(self, step: Step, x: Tensor, *, graph: bool) -> None:
         """Run combine and pass its result to the next block, or to the output."""
         block, s = place = step.place
+        again = step.key == "RC"
         y, following = self._y.pop(place), (block + 1, s)
         remade = following in self._program.remade
-        graph_above = self._differentiable and not (step.key == "C" and remade)
-        joined = self._joined.get(block) if graph == graph_above and (step.key == "C" or remade) else None
+        graph_above = self._differentiable and (again or not remade)
+        joined = self._joined.get(block) if graph == graph_above and (not again or remade) else None
         if joined is not None and joined.takes(x, y):
             self._x[following], out, kept = joined.run(x, y)
             if graph:
-                self._combine_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
+                self._joined_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
         else:
-            out = self._piece("combine", self._combine[block], self._combine_pieces, place, (x, y), draw, graph=graph)
-            if step.key == "RC" and not remade:
+            out = self._between.run("combine", place, (x, y), again=again, graph=graph)
+            if again and not remade:
                 return
             if block < self._last:
-                self._x[following] = out
-                if (prepare := self._prepare[block + 1]) is not None:
-                    out = self._piece(
-                        "prepare", prepare, self._prepare_pieces, following, (out,), draw, graph=graph_above
-                    )
+                self._x[following], out = self._between.enter(following, out, again=again, graph=graph_above)
         if (step.key, block, s) in self._program.gathered:
             self._to_gather[step.key, block, s] = out
         elif block == self._last:
@@ -309,37 +308,15 @@ class BlockWork:
         else:
             self._h[following] = out
 
-    def _piece(
-        self, name: MethodName, method: Callable[..., Tensor], pieces: dict[Place, Any], place: Place,
-        given: tuple[Tensor, ...], draw: Callable[..., Tensor], *, graph: bool,
-    ) -> Tensor:  # fmt: skip
-        """Run a method that works between the blocks."""
-        block, s = place
-        values = self.inputs.values(block, s)
-
-        def run() -> Tensor:
-            if not graph:
-                return tensor_of(method, *given, *values)
-            out, pieces[place] = recorded(
-                method, given, values, [self.leaves[block], *self.inputs.leaves], whole=self._whole
-            )
-            return out
-
-        again = place in self._program.recomputed or place in self._program.combined_again
-        with _NO_CHANGE if graph else torch.no_grad():
-            if self._differentiable and again:
-                return read_only(method, given, lambda: draw(name, block, s, self._cut.extent_between, run))
-            return draw(name, block, s, self._cut.extent_between, run)
-
     # --- backward ---
 
     def _do_BC(self, step: Step) -> None:  # noqa: N802
         block, s = place = step.place
-        piece, following = self._combine_pieces.pop(place), (block + 1, s)
-        if isinstance(piece, JoinedPiece):
-            residual, grad_y = piece.backward([self._residual.pop(following), self._g.pop(following)])
+        joined, following = self._joined_pieces.pop(place, None), (block + 1, s)
+        if joined is not None:
+            residual, grad_y = joined.backward([self._residual.pop(following), self._g.pop(following)])
         else:
-            residual, grad_y = piece.backward([self._total_gradient(*following)])
+            residual, grad_y = self._between.combined(place, self._total_gradient(*following))
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
@@ -388,11 +365,4 @@ class BlockWork:
     def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
         """Gradient of the block's input: the reduced one through the block, plus the residual."""
         place = (block, sub_batch)
-        g, residual = self._g.pop(place), self._residual.pop(place, None)
-        piece = self._prepare_pieces.pop(place, None)
-        if piece is None:
-            return g if residual is None else g.add_(residual)
-        (through,) = piece.backward([g])
-        if through is None:
-            raise RuntimeError(f"block {block}: prepare(x) does not depend on x; it must be differentiable in x")
-        return through if residual is None else through + residual
+        return self._between.total_gradient(place, self._g.pop(place), self._residual.pop(place, None))

@@ -40,6 +40,8 @@ class BlockProgram(Program):
         """By block, whether its norm may be one op with `combine` of the previous block."""
         self.halved = [self.joined[b] or _is_halved(block, b, schedule) for b, block in enumerate(blocks)]
         """By block, whether its norm runs with op C of the previous block, in front of the gather if there is one."""
+        self.prologues = [number > 0 and getattr(block, "has_prologue", False) for number, block in enumerate(blocks)]
+        """By block, whether work of it that every rank does in full runs with op C of the previous block."""
         self.recomputed: frozenset[Place] = _places(schedule, "R")
         self.combined_again: frozenset[Place] = _places(schedule, "RC")
         self.remade: frozenset[Place] = schedule.remade_inputs
@@ -61,7 +63,7 @@ class BlockProgram(Program):
         if op.kind not in _READERS:
             return ()
         above = op.block + 1
-        both = op.kind in _OF_NEXT and above < len(self.halved) and self.halved[above]
+        both = op.kind in _OF_NEXT and above < len(self.halved) and (self.halved[above] or self.prologues[above])
         return (op.block, above) if both else (op.block,)
 
     def makes_gradients(self, op: Op) -> Sequence[int]:
@@ -70,7 +72,7 @@ class BlockProgram(Program):
             return ()
         # A norm in front of the gather gets its gradient with the backward pass of the block below.
         above = op.block + 1
-        both = op.kind == "BC" and above < len(self.halved) and self.halved[above]
+        both = op.kind == "BC" and above < len(self.halved) and (self.halved[above] or self.prologues[above])
         return (op.block, above) if both else (op.block,)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from oases.execution.piece import default_generators
 from oases.extension import generator_mark
 
-MethodName = Literal["partial", "prepare", "product", "combine"]
+MethodName = Literal["partial", "prepare", "product", "combine", "prologue"]
 Function = Callable[[], Tensor]
 
 
@@ -114,7 +114,7 @@ class Randomness:
 
     def _isolated(self, method: MethodName, block: int, sub_batch: int, extent: Extent, function: Function) -> Tensor:
         # partial, and its second half, product, work on the rank's own heads and features.
-        shared = method in ("combine", "prepare")
+        shared = method in ("combine", "prepare", "prologue")
         place = "partial" if method == "product" else method
         number = block + self._first_block
         extent = replace(extent, first_sample=self._first_sample + extent.first_sample)

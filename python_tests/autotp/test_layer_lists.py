@@ -12,6 +12,7 @@ from autotp.staged import apart, trained_in_stages
 from autotp.zoo import build
 from autotp.zoo_runs import trained_beside_itself
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oases
 from oases.autotp import signatures
@@ -166,6 +167,35 @@ def told_of_olmoe():
         oases.parallelize(build("olmoe"))
         oases.parallelize(build("llama"))
     return [str(each.message) for each in told if TOLD in str(each.message)]
+
+
+class Attentions(TorchDispatchMode):
+    """Counts forward passes of attention."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        self.calls += "scaled_dot_product" in name and "backward" not in name
+        return function(*args, **(kwargs or {}))
+
+
+def attentions_of_olmo(recompute):
+    model = oases.parallelize(
+        build("olmo2", num_hidden_layers=4), schedule="oases", sub_batches=2, recompute=recompute
+    )
+    tokens = torch.arange(24).reshape(4, 6)
+    with Attentions() as forward:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    with Attentions() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 8)])
+def test_what_every_rank_computes_in_full_runs_once(two_ranks, recompute, again):
+    """Between two layers; in the first layer, behind none, before its sum and after it."""
+    assert two_ranks.run(attentions_of_olmo, recompute) == [(2 * (2 + 3), again)] * 2
 
 
 @pytest.mark.slow

@@ -106,6 +106,21 @@ class Halved(Mlp):
         return self.down.partial(self.on_features(F.gelu(self.up.partial(h))))
 
 
+class WithPrologue(Mlp):
+    """An MLP behind a linear with dropout that every rank computes in full."""
+
+    has_prologue = True
+
+    def __init__(self, generator, dtype):
+        super().__init__(generator, dtype)
+        self.whole, self.on_whole = nn.Linear(HIDDEN, HIDDEN, dtype=dtype), nn.Dropout(0.3)
+        for parameter in self.whole.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+
+    def prologue(self, x):
+        return x + self.on_whole(self.whole(x))
+
+
 def reference(blocks, x, grad):
     """Output and gradients of one process that knows nothing of schedules."""
     randomness = Randomness(SEED, 1, 0, x.device, {})
@@ -113,6 +128,8 @@ def reference(blocks, x, grad):
     x = x.clone().requires_grad_()
     out = x
     for b, block in enumerate(blocks):
+        if b and hasattr(block, "prologue"):  # that of the first block is its owner's to call
+            out = randomness.run("prologue", b, 0, lambda s: whole, partial(block.prologue, out))
         y = randomness.run("partial", b, 0, lambda s: whole, partial(block.partial, out))
         out = randomness.run("combine", b, 0, lambda s: whole, partial(block.combine, out, y))
     out.backward(grad)
@@ -161,6 +178,7 @@ def layouts(schedule):
 KINDS = {
     "transformer": [Attention, Mlp, Attention, Mlp],
     "halved": [Attention, Halved, Halved],
+    "with prologues": [Attention, WithPrologue, WithPrologue],
     "one block": [Mlp],
 }
 
@@ -175,7 +193,8 @@ def check_all(kinds, dtype, schedule, recompute, share=1, device="cpu"):
 
 PARTLY = [
     ("transformer", torch.float64, 2, 2), ("transformer", torch.float64, 1, 4), ("transformer", torch.float64, 4, 6),
-    ("transformer", torch.float32, 2, 6), ("halved", torch.float64, 2, 4), ("one block", torch.float64, 2, 6),
+    ("transformer", torch.float32, 2, 6), ("halved", torch.float64, 2, 4), ("with prologues", torch.float64, 2, 2),
+    ("one block", torch.float64, 2, 6),
 ]  # fmt: skip
 SLOW = [case[:-1] for case in PARTLY] + [("transformer", torch.float32, 1), ("transformer", torch.float32, 4)]
 CASES = [*PARTLY, *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW)]
@@ -196,7 +215,7 @@ def test_gradients_with_dropout_equal_the_unsplit_model(request, kinds, dtype, d
 @pytest.mark.few(7, 100)
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
-@pytest.mark.parametrize("kinds", ["transformer", "halved"])
+@pytest.mark.parametrize("kinds", ["transformer", "halved", "with prologues"])
 def test_the_first_layer_alone_may_be_computed_again(two_ranks, kinds, schedule, share):
     two_ranks.run(check_all, kinds, torch.float64, schedule, 1, share)
 

@@ -40,7 +40,7 @@ class Note:
 
 def program_of(schedule, halved=False):
     program = BlockProgram(schedule, [nn.Identity()] * BLOCKS, "stack 0", None)
-    program.halved = [halved] * BLOCKS
+    program.halved, program.prologues = [halved] * BLOCKS, [False] * BLOCKS
     return program
 
 
