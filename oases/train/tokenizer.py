@@ -42,10 +42,13 @@ class Tokenizer:
     """Tokenizer of the `tokenizers` library.
 
     name: for messages. size: largest token plus one, special tokens included. end: end-of-text token, appended to
-    every document; None if the tokenizer has none.
+    every document; None if the tokenizer has none. Truncation and padding, which files of tokenizers may ask for, are
+    turned off in `inner`: they are of a model's inputs, not of texts.
     """
 
     def __init__(self, inner: Any, name: str, end: str | None) -> None:
+        inner.no_truncation()
+        inner.no_padding()
         self._inner = inner
         self.name = name
         known: dict[str, int] = inner.get_vocab(with_added_tokens=True)

@@ -60,6 +60,17 @@ def test_tokens_are_those_of_the_tokenizer(folder, tmp_path):
     assert "naïve" in plain.decode(corpus.read(0, 40).tolist())
 
 
+def test_what_a_file_asks_for_inputs_is_not_done_to_texts(folder, tmp_path):
+    """Truncation would lose the rest of each text, and padding put tokens of none between them."""
+    plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [TEXT[:500], "one"]
+    expected = [plain.encode(text).ids for text in texts]
+    plain.enable_truncation(8)
+    plain.enable_padding(length=12)
+    plain.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).encode(texts) == expected
+
+
 def test_long_text_is_read_in_pieces_that_end_with_a_line(folder, tmp_path):
     text = TEXT * (2 * PIECE_CHARACTERS // len(TEXT) + 1)
     (tmp_path / "long").write_text(text)
