@@ -93,7 +93,7 @@ class Trainer:
                 gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback
         self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
-        """Set during the optimizer update; still set if that failed."""
+        """Set from the optimizer update to the end of the step; still set if anything failed between."""
         self.stage.prepare(PRECISIONS[config.precision])
         packs = isinstance(self.corpus, Instructions) and not config.encoder_decoder
         if packs and isinstance(self.stage, ModelStage):
@@ -250,11 +250,11 @@ class Trainer:
             self._updating = True
             with self.meter.optimizing():
                 self.optimizer.step()
-            self._updating = False
             self.updates += 1
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.step(self.steps_done)
+        self._updating = False
         self.steps_done += 1
         return loss
 

@@ -237,6 +237,17 @@ def test_recorded_loads_are_those_that_were(two_ranks, corpus, tmp_path):
     assert result["balance"]["balance_before"] == pytest.approx(before)
 
 
+def test_a_step_whose_loads_could_not_be_written_is_not_repeated(corpus, tmp_path):
+    """Its weights are updated already: a second update by the same batch would go unnoticed."""
+    trainer = Trainer(dataclasses.replace(EXPERTS, data=corpus, record_loads=str(tmp_path / "trace")))
+    full = mock.patch.object(Recorder, "write", side_effect=UsageError("the disk is full"))
+    with full, pytest.raises(UsageError, match="full"):
+        trainer.step()
+    with pytest.raises(RuntimeError, match="step 0 has failed"):
+        trainer.step()
+    assert (trainer.steps_done, trainer.updates) == (0, 1)
+
+
 def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
     options = {"record_loads": str(tmp_path / "trace"), "checkpoint": str(tmp_path / "run"), "checkpoint_every": 2}
 
