@@ -36,7 +36,7 @@ from oases.train.checkpoint.contents import (
 from oases.train.checkpoint.files import load
 from oases.train.checkpoint.lock import lock_now
 from oases.train.checkpoint.metadata import Metadata, is_checkpoint
-from oases.train.checkpoint.resume import require_latest, valid_checkpoint
+from oases.train.checkpoint.resume import require_latest, require_seen, valid_checkpoint
 from oases.train.checkpoint.state import random_streams, state
 from oases.train.checkpoint.writer import CheckpointWriter
 
@@ -135,7 +135,9 @@ def load_checkpoint(
     group = run_of(model, process_group)
     if _open is not None and _open.serves(_open.folder, group):
         _open.wait()
-    _require_seen(folder, group)
+    require_seen(folder, group)
+    if not Path(folder).is_dir():
+        raise UsageError(f"checkpoint {str(folder)!r} is no folder; give one that save_checkpoint wrote to")
     if group_rank(group) == 0 and not is_checkpoint(folder):
         _tidy(Path(folder))
     path = valid_checkpoint(Path(folder), group)
@@ -158,14 +160,6 @@ def load_checkpoint(
 
 
 # --- loading ---
-
-
-def _require_seen(folder: str | Path, group: ProcessGroup | None) -> None:
-    """Raise UsageError on all ranks where one does not see the folder."""
-    seen = all_gather_objects(Path(folder).is_dir(), group)
-    if not all(seen):
-        who = "" if not any(seen) else f" on rank {seen.index(False)}, and a checkpoint needs a folder of all ranks"
-        raise UsageError(f"checkpoint {str(folder)!r} is no folder{who}; give one that save_checkpoint wrote to")
 
 
 def _tidy(folder: Path) -> None:

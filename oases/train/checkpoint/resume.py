@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ def starting_checkpoint(
     is "auto"; then the newest valid checkpoint in `own` comes first. held: step that the ranks have in memory, 0
     without; then None unless there is a later checkpoint, and no other is read. The result's checksums are verified.
     Corrupt checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a
-    given checkpoint that is corrupt, and for a folder with later checkpoints than the one to resume from, which would
-    count as newer than those the run writes.
+    given checkpoint that is corrupt, for one that not all ranks see, and for a folder with later checkpoints than the
+    one to resume from, which would count as newer than those the run writes.
     """
     found = None
     if own is not None:
@@ -85,8 +86,9 @@ def _fits(path: Path, sizes: dict[str, Any]) -> None:
 def valid_checkpoint(given: Path, group: ProcessGroup | None) -> Path:
     """Find a checkpoint: `given` itself, or the newest valid one in it; a warning names those skipped. Collective.
 
-    UsageError where it is corrupt, where none is valid, and for any other folder.
+    UsageError where it is corrupt, where none is valid, and for any other folder or one that not all ranks see.
     """
+    require_seen(given, group)
     if is_checkpoint(given):
         fault = find_fault(given, group)
         if fault:
@@ -106,6 +108,7 @@ def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> P
     for path in map(Path, candidates):
         if after and retention.step_of(path) <= after:
             break
+        require_seen(path, group)
         fault = _fault(path, group)
         if not fault:
             return path
@@ -146,12 +149,23 @@ def _shard_fault(path: Path, group: ProcessGroup | None) -> str:
     return next(filter(None, all_gather_objects(found, group)), "")
 
 
+def require_seen(folder: str | Path, group: ProcessGroup | None) -> None:
+    """Raise UsageError on all ranks where some see a folder and others do not: it is not corrupt. Collective."""
+    seen = all_gather_objects(os.path.isdir(folder), group)
+    if any(seen) and not all(seen):
+        raise UsageError(
+            f"checkpoint {str(folder)!r} is no folder on rank {seen.index(False)}, and a checkpoint needs a folder "
+            "of all ranks; mount it there, or give another"
+        )
+
+
 def require_latest(folder: str | Path, step: int, group: ProcessGroup | None, remedy: str) -> None:
     """Raise UsageError where a folder has valid checkpoints of later steps; corrupt ones are renamed. Collective."""
     later = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, later):
         if retention.step_of(path) <= step:
             break
+        require_seen(path, group)
         if not _fault(path, group):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} of this run; "
