@@ -1,12 +1,16 @@
 """The choice of the checkpoint to resume from, where ranks see different folders."""
 
 import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
+from oases.train.checkpoint.metadata import Metadata
+from oases.train.checkpoint.resume import valid_checkpoint
 
 SIZES = {"hidden": 16, "layers": 1, "heads": 2, "sequence": 8, "batch": 4, "steps": 4, "validation_batches": 1}
 
@@ -47,3 +51,23 @@ def test_a_folder_that_a_rank_does_not_see_is_not_corrupt(two_ranks, corpus, sav
     assert "is no folder on rank 1" in one
     assert one == other
     assert {"step-000002", "step-000004"} <= set(os.listdir(saved / "run"))
+
+
+def newest_where_a_read_fails(folder):
+    """The newest checkpoint, of which rank 1 alone cannot read the record."""
+    read = Metadata.read
+
+    def failing(path):
+        if dist.get_rank() and Path(path).name == "step-000004":
+            raise UsageError("Stale file handle")
+        return read(path)
+
+    with mock.patch.object(Metadata, "read", failing):
+        found = valid_checkpoint(Path(folder), dist.group.WORLD).name
+        everyone = [None, None]
+        dist.all_gather_object(everyone, found)  # meets that of the other rank
+        return everyone
+
+
+def test_ranks_agree_on_what_one_cannot_read(two_ranks, saved):
+    assert two_ranks.run(newest_where_a_read_fails, str(saved / "run")) == [["step-000002"] * 2] * 2

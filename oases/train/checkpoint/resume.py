@@ -119,7 +119,10 @@ def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> P
 
 def _fault(path: Path, group: ProcessGroup | None) -> str:
     """Describe what is wrong with a checkpoint, or "". Collective; the same on all ranks."""
-    return find_fault(path, group) or _record_fault(path) or _index_fault(path) or _shard_fault(path, group)
+    if found := find_fault(path, group):
+        return found
+    mine = _record_fault(path) or _index_fault(path) or _shard_fault(path, group)
+    return next(filter(None, all_gather_objects(mine, group)), "")
 
 
 def _record_fault(path: Path) -> str:
@@ -143,10 +146,10 @@ def _index_fault(path: Path) -> str:
 
 
 def _shard_fault(path: Path, group: ProcessGroup | None) -> str:
+    """Fault of this rank's share of the parts."""
     from oases.train.checkpoint.reader import CheckpointReader  # takes half a second
 
-    found = CheckpointReader(path).shard_fault(group_rank(group), group_size(group))
-    return next(filter(None, all_gather_objects(found, group)), "")
+    return CheckpointReader(path).shard_fault(group_rank(group), group_size(group))
 
 
 def require_seen(folder: str | Path, group: ProcessGroup | None) -> None:
