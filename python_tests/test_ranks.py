@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from marked_processes import wait_until_gone, with_mark
@@ -26,6 +27,7 @@ from rank_programs import (
 )
 
 from oases.errors import UsageError
+from oases.launch import fork_server
 from oases.launch.ranks import RankOptions, _join, run_ranks
 from oases.testbed import Backend
 
@@ -230,3 +232,16 @@ def test_ranks_of_staged_may_share_a_gpu(monkeypatch, name, cuda, index):
     _join(RankOptions(4, Backend(name, cuda=cuda)), 3)
     assert taken == ([] if index is None else [index])
     assert started == [name]
+
+
+def test_a_rank_has_the_environment_of_its_launcher_and_what_an_agent_has_set():
+    """Not that of the fork server, which may have been started under other values."""
+    agent = {
+        "RANK": "3", "LOCAL_RANK": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "oases",
+    }  # fmt: skip
+    stale = {"TORCHINDUCTOR_CACHE_DIR": "/before", "NAME": "before", "MASTER_KEY": "before", "PLAIN": "before"}
+    launcher = {"TORCHINDUCTOR_CACHE_DIR": "/now", "NAME": "now", "RANK": "0"}
+    with mock.patch.dict(os.environ, stale | agent, clear=True):
+        fork_server.Launcher(launcher).take_over()
+        assert dict(os.environ) == launcher | agent

@@ -29,7 +29,10 @@ HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FOLDER = "OASES_FORK_SERVER_FOLDER"
 """Variable with the temporary folder of the server's socket, set while the server starts."""
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-_SET_BY_AGENT = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_\w+|TORCH\w+)")
+_SET_BY_AGENT = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
 
 
 def start(modules: Iterable[str] = ()) -> str:
