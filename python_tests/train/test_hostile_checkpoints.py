@@ -17,6 +17,7 @@ from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import UsageError
 from oases.train.checkpoint import reader, retention
+from oases.train.checkpoint.coordination import SaveError
 from oases.train.checkpoint.files import export
 from oases.train.checkpoint.integrity import CHECKSUMS, INDEX, checksums, listed_files, write_checksums
 from oases.train.checkpoint.metadata import RECORD
@@ -266,6 +267,31 @@ def test_what_cannot_be_tidied_is_told(corpus, newest, monkeypatch):
     monkeypatch.setattr(retention.shutil, "rmtree", refuse)
     with pytest.warns(UserWarning, match=r"step-000009\.part' cannot be removed: Permission denied"):
         assert trained(corpus, resume="auto", checkpoint=str(newest.parent))[0] == 4
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_checkpoint_that_cannot_be_replaced_stays(corpus, tmp_path, monkeypatch, killed):
+    """Also one that has not its name: an earlier run was killed between the two renames."""
+    trainer = Trainer(dataclasses.replace(CONFIG, data=corpus))
+    path, old, rename = tmp_path / "best", tmp_path / ".best.old", Path.rename
+    trainer.save(str(path))
+    before = (path / "checksums.json").read_bytes()
+
+    def failing(source, target):
+        if source.name == ".best.part":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(source, target)
+
+    if killed:
+        path.rename(old)
+    monkeypatch.setattr(Path, "rename", failing)
+    for _ in range(2):
+        with pytest.raises(SaveError, match="Input/output error"):
+            trainer.save(str(path))
+        assert (path / "checksums.json").read_bytes() == before
+    monkeypatch.undo()
+    trainer.save(str(path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["best"]
 
 
 def test_an_interrupted_export_leaves_nothing(newest, tmp_path, monkeypatch):

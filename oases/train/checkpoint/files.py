@@ -92,10 +92,15 @@ def write(path: str | Path, tensors: State, record: Metadata, group: ProcessGrou
         _sync(aside / INDEX)  # torch flushes Python's buffer after its own fsync
         write_checksums(aside, files)
         _sync(aside)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
+        if path.exists():  # else an earlier run ended here, and `old` is the only one
+            shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
-        aside.rename(path)
+        try:
+            aside.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
         _sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
