@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -81,9 +82,10 @@ def test_auto_takes_what_sums_sooner(two_ranks):
     (same, said, name, found), (_, _, other, elsewhere) = two_ranks.run(chosen)
     assert same
     assert said[0].startswith("backend auto: an all-reduce beside matmuls takes 2.00 ms by staged, 1.00 ms by ")
-    assert name == other == "staged"
     assert found == elsewhere
-    assert "ms by sim" in found[0]
+    staged, slow = (float(re.search(rf"([\d.]+) ms by {of}", found[0])[1]) for of in ("staged", "sim"))
+    assert slow >= 200
+    assert name == other == ("staged" if staged < slow else "sim"), "what a busy machine measures is heeded, too"
 
 
 def chosen_over_replicas() -> bool:

@@ -60,11 +60,19 @@ EXECUTION = (
     ),
     Mutation(
         "residual_counted_twice",
-        "oases/parallel/blocks.py",
-        "return g if residual is None else g.add_(residual)",
-        "return g if residual is None else g.add_(residual, alpha=2)",
+        "oases/parallel/between.py",
+        "g, residual = g.add_(residual), None",
+        "g, residual = g.add_(residual, alpha=2), None",
         (STACK,),
         "The gradient of the residual path is counted twice.",
+    ),
+    Mutation(
+        "whole_attention_runs_twice",
+        "oases/autotp/runner.py",
+        "if index > 0 and not along and program.behind is not None:",
+        "if index > len(layers):",
+        ("autotp/test_layer_lists.py::test_what_every_rank_computes_in_full_runs_once",),
+        "What every rank computes in full runs before a layer's sum and again after it.",
     ),
     Mutation(
         "replicated_gradient_halved",

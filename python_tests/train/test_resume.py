@@ -25,7 +25,7 @@ def saved(corpus, tmp_path_factory):
 
 
 def resumed_elsewhere(corpus, folder, elsewhere, options):
-    """What a run says whose rank 1 does not see the folder, as without its mount."""
+    """Error of a run whose rank 1 does not see the folder, as without its mount."""
     before = os.getcwd()
     os.chdir(elsewhere if dist.get_rank() else folder)
     try:
