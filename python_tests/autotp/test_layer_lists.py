@@ -198,6 +198,19 @@ def test_what_every_rank_computes_in_full_runs_once(two_ranks, recompute, again)
     assert two_ranks.run(attentions_of_olmo, recompute) == [(2 * (2 + 3), again)] * 2
 
 
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
+
+
+@pytest.mark.long
+def test_a_convolution_behind_another_layer_trains_as_in_one_process(two_ranks):
+    """It runs between the two; that of the first layer does not."""
+    for found in two_ranks.run(trained_beside_itself, "lfm2", {}, torch.float64, 3, CONVOLUTIONS):
+        assert found["logits"] <= 1e-6
+        assert found["gradients"][0] <= 1e-6, found["gradients"]
+        for expected, got in found["losses"]:
+            assert got == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_what_stays_whole_beside_experts_is_told_of(two_ranks):
     """Attention that norms all heads at once; neither the MLP beside it nor its router."""
