@@ -203,6 +203,8 @@ class TrainConfig(ExpertOptions):
         unit = read_schedule(self.schedule, None).unit
         if unit != "block":
             own = "pipeline_schedule" if unit == "stage" else "expert_schedule"
+            if getattr(self, own) not in (getattr(TrainConfig, own), self.schedule):
+                raise UsageError(f"schedule {self.schedule!r} is a file for {flag_of(own)}, given too; leave out one")
             object.__setattr__(self, own, self.schedule)
             object.__setattr__(self, "schedule", TrainConfig.schedule)
 
@@ -262,9 +264,8 @@ class TrainConfig(ExpertOptions):
     @property
     def beyond_tensor_parallel(self) -> bool:
         """Whether a dense run uses data or pipeline parallelism, gradient accumulation, ZeRO-2 or FSDP."""
-        if self.experts:
-            return False
-        return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
+        more = self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
+        return more and not self.experts
 
     @property
     def default_sub_batches(self) -> int:
@@ -281,8 +282,7 @@ class TrainConfig(ExpertOptions):
         """Vocabulary size, padded. UsageError for an unavailable tokenizer, or one with more tokens."""
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocabulary:
-            remedy = "leave out --vocabulary, or give a smaller tokenizer"
-            require_rows(tokenizer, self.vocabulary, "vocabulary", remedy)
+            require_rows(tokenizer, self.vocabulary, "vocabulary", "leave it out, or give a smaller tokenizer")
         return self.vocabulary or -(-tokenizer.size // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     @property

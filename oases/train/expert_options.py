@@ -127,7 +127,7 @@ class ExpertOptions(ModelOptions):
             return
         require_known(self, {"expert_schedule": (AUTO_SCHEDULE, *EXPERT_SCHEDULES)}, or_file=True)
         assert self.plan_experts is not None  # raises for an invalid value
-        for name, usual in _WITH_EXPERTS.items():
+        for name, usual in (_WITH_EXPERTS | {"sub_batches": (self.default_sub_batches,)}).items():
             if getattr(self, name, usual[0]) not in usual:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} and experts {self.experts} cannot be combined; leave out one"

@@ -33,8 +33,8 @@ class Instructions:
 
     def __init__(self, path: Path, tokenizer: AnyTokenizer) -> None:
         self.path = path
-        lines = read_lines(path, "data", _REMEDY)
-        texts = [_fields(path, number, line) for number, line in lines if line.strip()]
+        lines = [(number, line) for number, line in read_lines(path, "data", _REMEDY) if line.strip()]
+        texts = [_fields(path, number, line) for number, line in lines]
         if len(texts) < 2:
             raise UsageError(f"data {str(path)!r} has {len(texts)} examples; give at least 2, one for validation")
         prompts, responses = (tokenizer.encode([text[place] for text in texts]) for place in (0, 1))
@@ -43,6 +43,11 @@ class Instructions:
             (np.asarray(prompt, np.int64), np.asarray([*response, *end], np.int64))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
+        for (number, _), (_, response) in zip(lines, self._examples, strict=True):
+            if not len(response):
+                raise UsageError(
+                    f"data {str(path)!r}, line {number}: the tokenizer finds no token in 'response'; {_REMEDY}"
+                )
         self.num_tokens = sum(len(prompt) + len(response) for prompt, response in self._examples)
         self.longest_prompt = max(len(prompt) for prompt, _ in self._examples)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

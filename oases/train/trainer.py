@@ -287,8 +287,8 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
-        config = self.config
-        batches = [self._samples("validation", index) for index in range(config.validation_batches)]
+        self.failure_notifier.activity = f"validation after {self.steps_done} steps"
+        batches = [self._samples("validation", index) for index in range(self.config.validation_batches)]
         self.model.eval()
         try:
             return self.stage.evaluate(batches)
@@ -307,31 +307,31 @@ class Trainer:
         last step. Raises SavedExit, a SystemExit, after the step in which SIGTERM arrived, if there is a checkpoint
         folder.
         """
-        config = self.config
         losses: list[float] = []
         reporter = Reporter(self, watched=on_step is not None)
         with TrainingCallbacks(self) as callbacks:
-            while self.steps_done < config.steps:
+            while self.steps_done < self.config.steps:
                 with self.failure_notifier:
                     with self.meter.step():
                         losses.append(self.step())
-                    if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
+                    if self.config.evaluate_every and self.steps_done % self.config.evaluate_every == 0:
                         self.evaluations[self.steps_done] = self.validate()
                     report = reporter.report(losses[-1])
                     if on_step is not None and report is not None:
                         on_step(report)
                     callbacks.after_step(report)
             callbacks.finish()
-        return {
-            "losses": losses,
-            **reporter.summary(),
-            "validation_loss": self._last_validation(),
-            "validation_losses": self.evaluations,
-            "overlap": self.overlap().json(),
-            "resumed": None if self.resumed is None else str(self.resumed),
-            "skipped_steps": self.step_check.skipped,
-            "checkpoints": callbacks.summary(),
-        }
+        with self.failure_notifier:  # the last validation is collective, too
+            return {
+                "losses": losses,
+                **reporter.summary(),
+                "validation_loss": self._last_validation(),
+                "validation_losses": self.evaluations,
+                "overlap": self.overlap().json(),
+                "resumed": None if self.resumed is None else str(self.resumed),
+                "skipped_steps": self.step_check.skipped,
+                "checkpoints": callbacks.summary(),
+            }
 
     def save(self, path: str) -> None:
         """Write a checkpoint, loadable with any parallel degrees and any plan."""

@@ -289,6 +289,7 @@ def test_dropped_slots_are_told(corpus):
     ("changes", "told"),
     [
         ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
+        ({"sub_batches": 3}, "sub_batches 3 and experts 4 cannot be combined"),
         ({"schedule": "sync"}, "schedule 'sync' and experts 4"),
         ({"wire_dtype": "auto:lossy"}, "wire_dtype 'auto:lossy' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),

@@ -229,6 +229,22 @@ def test_instructions_are_drawn_by_step_and_divided(tuning):
     assert tuning in data.described()
 
 
+class Letters:
+    """Tokenizer that knows letters alone, and no end of a text."""
+
+    end, fingerprint = None, "letters"
+
+    def encode(self, texts):
+        return [[ord(character) for character in text if character.isalpha()] for text in texts]
+
+
+def test_a_response_without_tokens_is_refused(tmp_path):
+    data = tmp_path / "numbers.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "c", "response": "42"}\n')
+    with pytest.raises(UsageError, match=r"numbers.jsonl', line 3: the tokenizer finds no token in 'response'"):
+        Instructions(data, Letters())
+
+
 def test_prompts_and_responses_of_an_encoder_and_decoder(tuning, corpus):
     data = Instructions(Path(tuning), load_tokenizer(None))
     draw = dict(split="validation", step=5, batch=3, seed=1)

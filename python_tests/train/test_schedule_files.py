@@ -65,6 +65,14 @@ def test_a_file_that_does_not_fit_is_refused_with_its_line(tmp_path, name):
             Run.of(dataclasses.replace(config, **{field: str(path)}), 2)
 
 
+def test_a_file_and_a_name_for_one_field_are_refused(tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text(format_schedule(generate_pipeline("gpipe", 2, 2)))
+    with pytest.raises(UsageError, match=r"list.txt' is a file for --pipeline-schedule, given too; leave out one"):
+        dataclasses.replace(CONFIG, schedule=str(path), pipeline_schedule="zb_h1")
+    assert dataclasses.replace(CONFIG, schedule=str(path)).pipeline_schedule == str(path)
+
+
 def test_a_file_for_other_sizes_is_refused(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text(format_schedule(generate("oases", 8, 2)))

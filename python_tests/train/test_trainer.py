@@ -56,6 +56,21 @@ def losses_of(data, schedule):
     return losses(CONFIG, data=data, schedule=schedule)
 
 
+def fails_in_the_last_validation(data):
+    trainer = Trainer(dataclasses.replace(CONFIG, data=data, steps=2))
+    if dist.get_rank() == 1:
+        trainer.stage.evaluate = lambda batches: 1 / 0
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_a_last_validation_that_fails_on_one_rank_fails_on_all(two_ranks, corpus):
+    told, own = two_ranks.run(fails_in_the_last_validation, corpus)
+    assert own == "division by zero"
+    assert "rank 1 failed at validation after 2 steps: ZeroDivisionError" in told
+
+
 def test_it_learns(alone):
     assert alone[0][-1] < alone[0][0] - 0.3
 
