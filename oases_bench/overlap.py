@@ -312,7 +312,8 @@ def _below(result: Result) -> str:
     alone, sent = milliseconds(result["compute_seconds"]), milliseconds(result["communication_seconds"])
     lines = [
         f"compute alone {alone}, communication alone {sent} ({milliseconds(result['communication_cpu_seconds'])} of "
-        f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}",
+        f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}, side by side "
+        f"{milliseconds(result['side_by_side_seconds'])}",
         f"communication / compute {result['communication_over_compute']:.2f}"
         + (f" over a link of {result['link']}, set for {result['ratio']:g}" if "ratio" in result else ""),
         f"malloc: {_MALLOC[result['config']['malloc']]}",

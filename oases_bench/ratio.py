@@ -82,7 +82,8 @@ def measured_ratio(benches: Sequence[OverlapBench], *, together: bool, rounds: i
     """
     contestants = [bench.steps() for bench in (benches if together else benches[:1])]
     if not together:
-        contestants = [{name: run for name, run in contestants[0].items() if name.endswith(("alone", "alone, cut"))}]
+        alone = ("compute alone", "communication alone")
+        contestants = [{name: run for name, run in contestants[0].items() if name.startswith(alone)}]
     times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
     for _ in range(rounds + 1):
         for bench, each, taken in zip(benches, contestants, times, strict=False):

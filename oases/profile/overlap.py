@@ -2,7 +2,8 @@
 
 Ideal = max(compute, communication) of the forward pass + the same of the backward pass: the forward pass ends
 before the backward pass begins, so nothing that sends as much can be faster. Share of ideal = ideal / step; hidden
-share = (sync - step) / (sync - ideal).
+share = (sync - step) / (sync - ideal). Side by side = a step that computes and sends as much, of which neither waits
+for the other before the pass ends: what the machine loses as soon as it does both, in whichever order.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from oases.reporting import names_op
 from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
 
-_PEER = "peer "
-"""Prefix of a peer's name among the contestants."""
+_PEER, _BESIDE = "peer ", "side by side, "
+"""Prefixes of contestants' names: of peers, and of compute alone beside sums."""
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
@@ -152,14 +153,22 @@ class OverlapBench:
         self.schedules["auto"] = self.tuning.choice.schedule
 
     def step(
-        self, name: str, scheduler: Scheduler, turn: Turn | None = None, context: Context | None = None
+        self,
+        name: str,
+        scheduler: Scheduler,
+        turn: Turn | None = None,
+        context: Context | None = None,
+        beside: int = 0,
     ) -> Passes:
-        """One forward and backward pass under a schedule; leaves the gradients in place."""
+        """One forward and backward pass under a schedule; leaves the gradients in place.
+
+        beside: all-reduces that are under way during each pass and that nothing waits for but its end.
+        """
         self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.layers.run(x, scheduler, turn, context))
-        backward = self._timed(lambda: self._output.backward(self.grad))
+        forward = self._timed(lambda: self.layers.run(x, scheduler, turn, context), self._sums(beside))
+        backward = self._timed(lambda: self._output.backward(self.grad), self._sums(beside))
         self._x_grad = x.grad
         return forward, backward
 
@@ -179,22 +188,22 @@ class OverlapBench:
 
     def communicate(self) -> Passes:
         """All-reduces of `sync` without compute, in sequence as a link carries them."""
-        count = len(self.stack.blocks)
-        tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
-
-        def reduce(some: list[Tensor]) -> None:
-            for ticket in [self.scheduler.all_reduce(tensor, "alone") for tensor in some]:
-                self.scheduler.wait(ticket)
-
+        forward, backward = (self._sums(len(self.stack.blocks)) for _ in range(2))
         busy = time.process_time()
-        passes = self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
+        passes = self._timed(lambda: None, forward), self._timed(lambda: None, backward)
         self.communication_cpu.append(time.process_time() - busy)
         return passes
 
-    def _timed(self, work: Callable[[], Any]) -> float:
+    def _sums(self, count: int) -> list[Tensor]:
+        return [torch.ones_like(self.x) for _ in range(count)]
+
+    def _timed(self, work: Callable[[], Any], beside: Sequence[Tensor] = ()) -> float:
         synchronize(self.x.device)
         start = time.perf_counter()
+        tickets = [self.scheduler.all_reduce(tensor, "alone") for tensor in beside]
         self._output = work()
+        for ticket in tickets:
+            self.scheduler.wait(ticket)
         synchronize(self.x.device)
         return time.perf_counter() - start
 
@@ -262,13 +271,14 @@ class OverlapBench:
         ]
         return from_measurements(name, all_gather_objects((spans, records), self.group))
 
-    def alone(self, name: str) -> Callable[[], Passes]:
-        """Step of "compute alone", "compute alone, cut" or "communication alone"."""
-        return self.communicate if name not in self.compute_alone else lambda: self.step(name, NullScheduler())
-
     def steps(self) -> dict[str, Callable[[], Passes]]:
         """Steps of the contestants by name, to run in turns. "auto" runs a candidate until `choose` was called."""
-        found = {name: self.alone(name) for name in (*self.compute_alone, "communication alone")}
+        found: dict[str, Callable[[], Passes]] = {"communication alone": self.communicate}
+        for prefix, beside in (("", 0), (_BESIDE, len(self.stack.blocks))):
+            for name in self.compute_alone:
+                found[prefix + name] = lambda name=name, beside=beside: self.step(  # type: ignore[misc]
+                    name, NullScheduler(), beside=beside
+                )
         for name in self.schedules:
             found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:
@@ -333,9 +343,10 @@ def median_of(passes: Sequence[Passes]) -> tuple[float, float, float]:
     return statistics.median(forward), statistics.median(backward), statistics.median(f + b for f, b in passes)
 
 
-def least_compute(times: Mapping[str, Sequence[Passes]]) -> tuple[float, float, float]:
+def least_compute(times: Mapping[str, Sequence[Passes]], prefix: str = "") -> tuple[float, float, float]:
     """`median_of` compute alone: of the whole batch or of sub-batches, whichever is faster."""
-    return min((median_of(times[name]) for name in ("compute alone", "compute alone, cut")), key=lambda each: each[2])
+    names = (prefix + "compute alone", prefix + "compute alone, cut")
+    return min((median_of(times[name]) for name in names), key=lambda each: each[2])
 
 
 def summarize(
@@ -379,6 +390,7 @@ def summarize(
         "communication_seconds": communication[2],
         "communication_over_compute": communication[2] / compute[2],
         "ideal_seconds": ideal,
+        "side_by_side_seconds": least_compute(times, _BESIDE)[2],
         "schedules": schedules,
         "peers": peers,
     }

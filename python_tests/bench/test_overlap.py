@@ -188,6 +188,32 @@ def test_a_ratio_that_the_measurement_does_not_find_is_corrected(monkeypatch: py
     assert forgotten == [1], "auto chooses anew"
 
 
+def sums_of_each_step() -> dict[str, tuple[int, int]]:
+    """Sums that wait for nothing, and all collectives, of each contestant's step."""
+    group = dist.group.WORLD
+    assert group is not None
+    bench = bench_of(replace(CONFIG, schedules="sync"), group)
+    found = {}
+    for name, step in bench.steps().items():
+        bench.scheduler.reset_totals()
+        step()
+        totals = bench.scheduler.totals()
+        found[name] = (totals["alone"].count if "alone" in totals else 0, sum(each.count for each in totals.values()))
+    return found
+
+
+def test_compute_and_sums_run_alone_and_side_by_side(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(sums_of_each_step):
+        assert found == {
+            "communication alone": (8, 8),
+            "compute alone": (0, 0),
+            "compute alone, cut": (0, 0),
+            "side by side, compute alone": (8, 8),
+            "side by side, compute alone, cut": (8, 8),
+            "sync": (0, found["sync"][1]),
+        }
+
+
 @pytest.mark.long
 def test_emulated_compute(ranks_at_hand: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
