@@ -172,8 +172,17 @@ class StackCall(ScheduledCall):
         self._blocks.keep_deferred = True
 
     def compute_weights(self) -> None:
-        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run."""
+        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run.
+
+        Once for each: hooks take the gradient for complete, also where several blocks share a parameter.
+        """
         self._start_clock()
+        lowest = {
+            id(parameter): block
+            for block in reversed(range(self.num_blocks))
+            for parameter in self._cut[block].parameters
+        }
+        sums: dict[int, Tensor] = {}
         with self._guard:
             for block in reversed(range(self.num_blocks)):
                 self._guard.current_op = f"the weight gradients of block {block}"
@@ -183,9 +192,13 @@ class StackCall(ScheduledCall):
                     if gradient is not None:
                         label = self._label_of_replicated(block)
                         self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
-                numbers = [number for number, gradient in enumerate(found) if gradient is not None]
+                keys = [id(parameter) for parameter in self._cut[block].parameters]
+                for key, gradient in zip(keys, found, strict=True):
+                    if gradient is not None:
+                        sums[key] = sums[key].add_(gradient) if key in sums else gradient
+                numbers = [number for number, key in enumerate(keys) if key in sums and lowest[key] == block]
                 if numbers:
-                    torch.autograd.backward(self._chosen(block, numbers), [found[number] for number in numbers])
+                    torch.autograd.backward(self._chosen(block, numbers), [sums.pop(keys[n]) for n in numbers])
                 computed = self._units[block].computed if self._units else None
                 if computed is not None:
                     computed()

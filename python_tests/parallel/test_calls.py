@@ -164,3 +164,22 @@ def test_hooks_of_weights_fire_when_they_are_computed():
     fired.clear()  # autograd calls them for a gradient that is not there, too
     context.handles.compute_weights()
     assert sorted(fired) == sorted(deferred)
+
+
+def test_a_weight_that_blocks_share_is_accumulated_once():
+    """Hooks, by which gradients are sent to other replicas, find it complete."""
+    stack = make_stack(plain_blocks(3), None, schedule="oases")
+    stack.blocks[2].up.weight = stack.blocks[1].up.weight = stack.blocks[0].up.weight
+    x, seen = torch.randn(4, 3, WIDTH, dtype=torch.float64), []
+    stack(x).square().sum().backward()
+    expected = stack.blocks[0].up.weight.grad.clone()
+    stack.zero_grad()
+    stack.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    context = Context()
+    y = stack(x, context=context)
+    context.handles.defer_weights()
+    y.square().sum().backward()
+    seen.clear()  # autograd calls them for a gradient that is not there, too
+    context.handles.compute_weights()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
