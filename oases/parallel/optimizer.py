@@ -256,8 +256,8 @@ def make_optimizer(
     where all weights are float32.
     """
     held = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    given = [parameter for parameter in held if parameter.requires_grad] if params is None else list(params)
-    flat = [one for each in given for one in (each["params"] if isinstance(each, dict) else [each])]
+    given = [parameter for parameter in held if parameter.requires_grad] if params is None else _listed(params)
+    flat = [_unnamed(one) for each in given for one in (each["params"] if isinstance(each, dict) else [each])]
     require_parameters_of(model, flat)
     pipeline = getattr(model, "oases_pipeline", None)
     if not flat and pipeline is not None and pipeline.mesh.num_stages > 1:  # a stage of frozen layers
@@ -290,6 +290,22 @@ def make_optimizer(
     return made
 
 
+def _listed(params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups as torch takes them, those of generators and of single tensors in lists."""
+    found: list[Any] = []
+    for each in params:
+        if isinstance(each, dict) and not isinstance(each["params"], set):  # which torch refuses
+            held = each["params"]
+            each = {**each, "params": [held] if isinstance(held, Tensor) else list(held)}
+        found.append(each)
+    return found
+
+
+def _unnamed(one: Any) -> Any:
+    """Parameter of a pair of its name and itself."""
+    return one[1] if isinstance(one, tuple) else one
+
+
 def _by_mesh(given: Sequence[Any]) -> list[Any]:
     """Parameter groups with shards of one mesh each, as a fused update needs; what experts add comes last."""
     groups = list(given) if isinstance(given[0], dict) else [{"params": given}]
@@ -298,7 +314,7 @@ def _by_mesh(given: Sequence[Any]) -> list[Any]:
     for group in groups:
         by_mesh: dict[Any, list[Any]] = {}
         for one in group["params"]:
-            by_mesh.setdefault(getattr(one, "device_mesh", None), []).append(one)
+            by_mesh.setdefault(getattr(_unnamed(one), "device_mesh", None), []).append(one)
         made = [{**group, "params": found} for found in by_mesh.values()]
         kept += made[:1]
         added += made[1:]
@@ -308,7 +324,7 @@ def _by_mesh(given: Sequence[Any]) -> list[Any]:
 def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:
     """Raise UsageError for parameters of an optimizer that are not the model's."""
     held = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(one[1] if isinstance(one, tuple) else one) not in held for one in parameters)
+    strange = sum(id(_unnamed(one)) not in held for one in parameters)
     if strange:
         raise UsageError(
             f"{strange} parameters of the optimizer are not among those of {type(model).__name__}: parallelize() "

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import oases
 from oases.errors import UsageError
 from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
+from oases.parallel.precision import set_needs
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -181,6 +182,44 @@ def test_masters_follow_weights_that_are_loaded():
     for parameter, wanted in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter, wanted)
         assert torch.equal(weight_of(optimizer, parameter).bfloat16(), wanted)
+
+
+def small(dtype):
+    """A model of two parts that tells its optimizer what it needs."""
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
+    set_needs(model, zero=False, dtype=dtype)
+    return model
+
+
+def as_torch_takes_them(model):
+    """Parameters of a model in all ways, and the learning rate of each group."""
+    body, head = model["body"], model["head"]
+    rates = [0.1, 0.2, 0.3]
+    groups = zip(rates, (body.parameters(), head.weight, [head.bias]), strict=True)
+    names = zip(rates, ([pair] for pair in body.named_parameters(prefix="body")), strict=False)
+    return {
+        "parameters": (model.parameters(), [1.0]),
+        "names": (model.named_parameters(), [1.0]),
+        "groups": (({"params": params, "lr": rate} for rate, params in groups), rates),
+        "named groups": (
+            [*({"params": pair, "lr": rate} for rate, pair in names),
+             {"params": head.named_parameters(prefix="head"), "lr": 0.3}], rates,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["parameters", "names", "groups", "named groups"])
+def test_parameters_are_given_as_to_torch(way, dtype):
+    model = small(dtype)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    params, rates = as_torch_takes_them(model)[way]
+    optimizer = oases.make_optimizer(model, torch.optim.SGD, params=params, lr=1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_bad_uses_are_refused():
