@@ -286,7 +286,8 @@ def make_optimizer(
         originals=originals,
         **options,
     )
-    originals.clear()
+    for one in flat:  # another optimizer may take the rest
+        originals.pop(one, None)
     return made
 
 

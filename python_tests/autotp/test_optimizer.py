@@ -222,6 +222,16 @@ def test_parameters_are_given_as_to_torch(way, dtype):
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+def test_masters_of_two_optimizers_begin_with_the_float32_weights():
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    set_needs(model, zero=False, dtype=torch.bfloat16)
+    for part in ("body", "head"):
+        optimizer = oases.make_optimizer(model, torch.optim.SGD, params=model[part].parameters(), lr=1.0)
+        for name, parameter in model[part].named_parameters(prefix=part):
+            assert torch.equal(weight_of(optimizer, parameter), before[name]), name
+
+
 def test_bad_uses_are_refused():
     model, other = build("llama"), build("llama")
     with pytest.raises(UsageError, match=r"1 parameters of the optimizer are not among .* make the optimizer after"):
