@@ -274,6 +274,37 @@ def test_parameters_may_be_frozen_between_steps(two_ranks, shape):
     two_ranks.run(frozen_in_turns, shape)
 
 
+class Crossed(nn.Module):
+    """Two tables that are two heads, too, by names of another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head, self.rater = (nn.Linear(WIDTH, WORDS, bias=False) for _ in range(2))
+        self.head.weight, self.rater.weight = self.second.weight, self.first.weight
+
+    def forward(self, tokens, targets):
+        h = self.first(tokens) + 2 * self.second(tokens)
+        for layer in self.layers:
+            h = layer(h) + h
+        return F.cross_entropy((self.head(h) + self.rater(h).tanh()).flatten(0, 1), targets.flatten())
+
+
+def crossed(shape):
+    torch.manual_seed(0)
+    plain, model = Crossed().double(), Crossed().double()
+    model.load_state_dict(plain.state_dict())
+    spec = oases.ParallelSpec(inputs=tagged(samples=2))
+    oases.parallelize(model, mesh=mesh_of(*shape), micro_batches=2, spec=spec)
+    compare(plain, model, shape, tagged())
+    model.oases_pipeline.close()
+
+
+def test_stages_may_share_several_weights(two_ranks):
+    two_ranks.run(crossed, (2, 1, 1))
+
+
 def frozen_shards(option):
     _, model = pair("positional", (1, 2, 1), **{option: True})
     args, _ = mine(model, (1, 2, 1), tagged())

@@ -95,15 +95,18 @@ class PipelineTraining:
     def _share(self) -> list[tuple[nn.Parameter, str]]:
         """Parameters that other stages have, too, each with the name of the group of its copies."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
+        whole = dict(self._twin.named_parameters(remove_duplicate=False))
+        numbers: dict[int, int] = {}  # of each parameter by all of its names: stages have it by different ones
         found: dict[int, tuple[nn.Parameter, str]] = {}
         for name, stages in sorted(self._division.holders.items()):
             if len(stages) > 1:
                 group = self.mesh.peers(sorted(stages))  # collective: on all ranks, in the same order
+                number = numbers.setdefault(id(whole[name]), len(numbers))
                 if name in here:
                     self._tied[name] = here[name].requires_grad
                 if name in here and here[name].requires_grad:
-                    found.setdefault(id(here[name]), (here[name], group))
-        return list(found.values())
+                    found[number] = here[name], group
+        return [found[number] for number in sorted(found)]
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
