@@ -154,6 +154,52 @@ def test_batches_may_have_other_shapes_each_time(two_ranks):
     two_ranks.run(of_many_shapes, (2, 1, 1))
 
 
+class Gated(nn.Module):
+    """A model whose head reads the result of its first module again, in training or when asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, y, again=False):
+        h = first = self.start(x)
+        for layer in self.layers:
+            h = layer(h)
+        h = h + first if again or self.training else h
+        return (self.head(h)[:, 0].float() - y).square().mean()
+
+
+def gated(shape):
+    """The pair of a model in one process and in stages, its arguments, and those of this rank."""
+    torch.manual_seed(0)
+    plain, model, given = Gated(), Gated(), (torch.randn(12, WIDTH), torch.randn(12))
+    model.load_state_dict(plain.state_dict())
+    spec = oases.ParallelSpec(inputs=(given, {}))
+    oases.parallelize(model, mesh=mesh_of(*shape), micro_batches=2, spec=spec)
+    return plain, model, given
+
+
+def in_turns(shape):
+    """Losses of both models: what stages send each other changes while the batches keep their shapes."""
+    plain, model, given = gated(shape)
+    pairs = []
+    for low, training, again in ((0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0), (0, 1, 0), (1, 0, 0)):
+        for each in (plain, model):
+            each.train(bool(training))
+        with torch.autocast("cpu", enabled=bool(low)):
+            run = model.train_step if training else model.eval_step
+            pairs.append((float(plain(*given, again=bool(again)).detach()), float(run(*given, again=bool(again)))))
+    model.oases_pipeline.close()
+    return pairs
+
+
+def test_messages_may_change_with_batches_of_one_shape(two_ranks):
+    for pairs in two_ranks.run(in_turns, (2, 1, 1)):
+        for expected, found in pairs:
+            assert found == pytest.approx(expected, rel=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["positional", "own"])
 def test_targets_are_found_by_what_the_loss_reads(two_ranks, kind):
     two_ranks.run(weighed, kind, (2, 1, 1))

@@ -60,7 +60,7 @@ class PipelineTraining:
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
         self._degree, self._number, self._gradient_wire = degree, 0, options.gradient_wire
-        self._shapes: list[Any] | None = None
+        self._form: list[Any] | None = None  # of the last messages
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
         self.messages: StageMessages | None = None
@@ -232,11 +232,14 @@ class PipelineTraining:
             for each in found
         ]
         batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
-        shapes = [(tuple(each.shape), each.dtype) for each in found if isinstance(each, Tensor)]
-        if self._shapes not in (None, shapes) and self.messages is not None:
+        flow, crossings = self._flow_of(batches[0])
+        kind = self._device.type  # under autocast results of layers have another type
+        form = [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), crossings.received]
+        form += [(each.shape, each.dtype) for each in found if isinstance(each, Tensor)]
+        if self._form not in (None, form) and self.messages is not None:
             self.messages.renew()
-        self._shapes = shapes
-        return batches, self._shares(cut, self._flow_of(batches[0])[0])
+        self._form = form
+        return batches, self._shares(cut, flow)
 
     def _follow_trained(self) -> None:
         """Average the gradients of the parameters that are trained now. UsageError where that cannot be."""
