@@ -200,6 +200,21 @@ def test_messages_may_change_with_batches_of_one_shape(two_ranks):
             assert found == pytest.approx(expected, rel=1e-2)
 
 
+def of_unequal_replicas():
+    """The first of two replicas has two thirds of the samples."""
+    plain, model, given = gated((1, 2, 1))
+    plain(*given).backward()
+    mine = [each[:8] if model.oases_pipeline.mesh.replica(1) == 0 else each[8:] for each in given]
+    loss = model.train_step(*mine)
+    torch.testing.assert_close(loss, plain(*given).detach(), check_dtype=False)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+
+
+def test_replicas_may_have_other_numbers_of_samples(two_ranks):
+    two_ranks.run(of_unequal_replicas)
+
+
 @pytest.mark.parametrize("kind", ["positional", "own"])
 def test_targets_are_found_by_what_the_loss_reads(two_ranks, kind):
     two_ranks.run(weighed, kind, (2, 1, 1))

@@ -239,7 +239,7 @@ class PipelineTraining:
         if self._form not in (None, form) and self.messages is not None:
             self.messages.renew()
         self._form = form
-        return batches, self._shares(cut, flow)
+        return batches, self._shares(cut, flow, samples)
 
     def _follow_trained(self) -> None:
         """Average the gradients of the parameters that are trained now. UsageError where that cannot be."""
@@ -288,10 +288,11 @@ class PipelineTraining:
                     "its stages and tensor-parallel ranks the same batch, and vary batches over replicas alone"
                 )
 
-    def _shares(self, cut: Sequence[Sequence[Any]], flow: Dataflow) -> Tensor:
-        """Share of each micro-batch in the mean: equal, or by its labels where some are ignored.
+    def _shares(self, cut: Sequence[Sequence[Any]], flow: Dataflow, samples: int) -> Tensor:
+        """Share of each micro-batch in the mean: by its samples, or by its labels where some are ignored.
 
-        cut: micro-batches of each leaf of the batch.
+        cut: micro-batches of each leaf of the batch. samples: those of this replica, which may have others than the
+        rest.
         """
         number = self._micro_batches
         if number * self._replicas == 1:
@@ -303,7 +304,9 @@ class PipelineTraining:
                 'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
             )
         if not flow.targets:
-            return torch.full((number,), 1 / number, dtype=torch.float64)
+            mine = torch.tensor([samples], dtype=torch.float64, device=self._device)
+            share = samples * self._replicas / float(all_reduce(mine, self._data, "samples"))
+            return torch.full((number,), share / number, dtype=torch.float64)
         if any(each.leaf < 0 for each in flow.targets):
             raise UsageError(
                 "the loss leaves out labels by another input, such as a mask, changes them by their values or reads "
