@@ -36,6 +36,8 @@ class AverageSwitch:
     """Switch of a module's averages of gradients, which are on but in `no_sync`."""
 
     sync = True
+    steps = False
+    """Whether calls are those of a step that averages by itself."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,7 +85,7 @@ class Replicas(AverageSwitch):
     def called(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: prepare for the module's trainable parameters of now."""
         _averaged.setdefault(module, self)
-        if not torch.is_grad_enabled():
+        if self.steps or not torch.is_grad_enabled():
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         known = tuple(
@@ -102,7 +104,7 @@ class Replicas(AverageSwitch):
 
     def _accumulated(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        if not self.sync or task == self._task or self._average is None:
+        if self.steps or not self.sync or task == self._task or self._average is None:
             return
         self._task = task
         self._average.begin()
@@ -112,12 +114,19 @@ class Replicas(AverageSwitch):
 def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:
     """Have a module, which is equal on all replicas, average its gradients in each backward pass.
 
-    mesh: see `data_parallel_group`; without such a group, and without replicated experts (`ExpertGroups.data`), the
-    module stays as it is. The module gets `no_sync()`. wire: see `GradientAverager`.
+    mesh: see `data_parallel_group`. Others as of `average_over`.
     """
-    group = data_parallel_group(mesh)
+    average_over(module, data_parallel_group(mesh), wire)
+
+
+def average_over(module: nn.Module, group: ProcessGroup | None, wire: str = "") -> AverageSwitch | None:
+    """Have a module average its gradients over a group in each backward pass.
+
+    Without a group, and without replicated experts (`ExpertGroups.data`), the module stays as it is, and None is
+    returned. Else it gets `no_sync()`. wire: see `GradientAverager`.
+    """
     if all(each is None for _, each in averaged_parts(module, group)):
-        return
+        return None
     global _before_steps
     if _before_steps is None:
         _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
@@ -126,12 +135,14 @@ def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:
     watch_passes(module, replicas.groups)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)
+    return replicas
 
 
 def data_parallel_group(mesh: object) -> ProcessGroup | None:
     """Group of a DeviceMesh's dimension "dp", or of "dp_replicate" and "dp_shard", accelerate's names for it.
 
-    None for a mesh without them or of one replica, for one with "pp", whose `train_step` averages, and for all else.
+    None for a mesh without them or of one replica, for one with "pp", whose groups are those of its `Mesh`, and for
+    all else.
     """
     if not isinstance(mesh, DeviceMesh) or "pp" in (mesh.mesh_dim_names or ()):
         return None

@@ -200,6 +200,29 @@ def test_messages_may_change_with_batches_of_one_shape(two_ranks):
             assert found == pytest.approx(expected, rel=1e-2)
 
 
+def called_between_steps():
+    """Calls and backward passes of one's own, in turns with steps."""
+    plain, model, given = gated((1, 2, 1))
+    mine = [each.chunk(2)[model.oases_pipeline.mesh.replica(1)] for each in given]
+    for own in (False, True, True, False):
+        for each in (plain, model):
+            each.zero_grad()
+        if own:
+            with model.no_sync():
+                model(*mine).backward()
+            model(*mine).backward()
+            plain(*given).backward()
+        else:
+            model.train_step(*mine)
+        plain(*given).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=f"{own} {name}")
+
+
+def test_a_model_of_one_stage_averages_its_gradients_in_loops_of_ones_own(two_ranks):
+    two_ranks.run(called_between_steps)
+
+
 def of_unequal_replicas():
     """The first of two replicas has two thirds of the samples."""
     plain, model, given = gated((1, 2, 1))

@@ -196,8 +196,6 @@ class CallsOfShards(AverageSwitch):
         self, model: nn.Module, average: ShardedGradientAverager, outer: HeldUnit | None, units: Sequence[FsdpUnit]
     ) -> None:
         self._average, self._outer, self._units = average, outer, units
-        self.steps = False
-        """Whether calls are those of a step that gathers, averages and frees by itself."""
         self._task = -1
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end, always_call=True)

@@ -29,6 +29,7 @@ from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.loss import IGNORED
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
+from oases.parallel.replicas import AverageSwitch, average_over
 from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,7 +73,7 @@ class PipelineTraining:
         self.units: list[FsdpUnit] = []
         """Sharded weights, with fsdp."""
         self._outer: HeldUnit | None = None
-        self._calls: CallsOfShards | None = None
+        self._calls: AverageSwitch | None = None  # of a model of one stage, in a loop of the user's own
         self._average: GradientAverager | ShardedGradientAverager
         for runner in self._runners if pipeline.chunks > 1 else ():
             paths = stages.division.layers
@@ -88,6 +89,8 @@ class PipelineTraining:
                 require_steps(model, self._outer)
         else:
             self._average = self._averager()
+            if mesh.num_stages == 1:
+                self._calls = average_over(model, self._data, options.gradient_wire)
         self._tied: dict[str, bool] = {}
         """Parameters of this stage that others have, too, by name: whether they are trained."""
         self._shared, self._trained = self._share(), self._trainable()
