@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from autotp.comparison import said
 from autotp.staged import sizes
 from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +138,33 @@ def test_generation_and_bfloat16(two_ranks):
         assert "its weights are sharded (fsdp or zero)" in error
         assert "call the model with use_cache=False" in error
         assert low == pytest.approx(norm, rel=0.02)
+
+
+def frozen():
+    """Errors of calls after layers were frozen and unfrozen, after calls with gradients and without."""
+    _, model, replica = pair((2, 1))
+    data, layer, texts = share(data_of(0), replica, 2), model.model.layers[1], []
+    with torch.no_grad():
+        model(**data)
+    layer.requires_grad_(False)
+    model(**data).loss.backward()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    layer.requires_grad_(True)
+    with torch.no_grad():
+        model(**data)
+    texts.append(said(lambda: model(**data)))
+    layer.requires_grad_(False)
+    model(**data).loss.backward()
+    model.lm_head.requires_grad_(False)
+    texts.append(said(lambda: model(**data)))
+    return texts
+
+
+@pytest.mark.long
+def test_freezing_between_calls_is_refused(two_ranks):
+    for unfrozen, froze in two_ranks.run(frozen):
+        assert "model.layers.1.input_layernorm.weight was frozen or unfrozen after the first call" in unfrozen
+        assert "lm_head.weight was frozen or unfrozen after the first call" in froze
 
 
 def refused(dims):

@@ -197,6 +197,8 @@ class CallsOfShards(AverageSwitch):
     ) -> None:
         self._average, self._outer, self._units = average, outer, units
         self._task = -1
+        self._trained: set[str] | None = None
+        self._trains = False
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end, always_call=True)
         object.__setattr__(model, "no_sync", self.no_sync)
@@ -204,11 +206,26 @@ class CallsOfShards(AverageSwitch):
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self.steps:
             return
+        self._require_trained(module)
         if self._task != -1:  # of a backward pass that an exception has ended
             self._average.forget()
             self._task = -1
         if self._outer is not None:
             self._outer.gather()
+
+    def _require_trained(self, module: nn.Module) -> None:
+        """Raise UsageError where parameters were frozen since a call with gradients, or unfrozen since any."""
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if self._trained is None or (not self._trains and trained < self._trained):
+            self._trained = trained
+        if not torch.is_grad_enabled():
+            return
+        if trained != self._trained:
+            raise UsageError(
+                f"{min(trained ^ self._trained)} was frozen or unfrozen after the first call of the model, which "
+                "sharded weights and optimizer state cannot follow; do so before it, or leave out fsdp and zero"
+            )
+        self._trains = True
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if self.steps:
