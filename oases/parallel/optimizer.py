@@ -6,11 +6,10 @@ optimizer updates float32 master weights, and the model's weights are the master
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import UsageError
@@ -20,7 +19,7 @@ from oases.parallel.mesh import mesh_of
 from oases.parallel.precision import Originals, heed, is_low, master_of, needs_of, state_now
 from oases.parallel.replicas import know_optimizer, replicas_of
 from oases.parallel.sharding import holders
-from oases.plans.plan import BUCKET_BYTES
+from oases.parallel.shares import broadcast, distribute
 
 DataParallel = Callable[[nn.Parameter], ProcessGroup | None]
 """Ranks that hold the same parameter and share its optimizer state; None for this rank alone."""
@@ -67,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, (group, held) in by_group.items():
             mine = held
             if group is not None:
-                self._owned[name] = _distribute(held, group_size(group))
+                self._owned[name] = distribute(held, group_size(group))
                 mine = self._owned[name][group_rank(group)]
             for one in mine:
                 rounded = master_weights and is_low(dtype or one.dtype) and not hasattr(one, "to_local")
@@ -117,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             master.grad = None
         self.copy_masters_to_model()
         for name, owned in self._owned.items():
-            _broadcast(owned, group_of(name))
+            broadcast(owned, group_of(name))
         self._note_copies()
         self._link()
         return result
@@ -159,11 +158,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load what `state_dict` returned on this rank of the same number of ranks."""
+        """Load what `state_dict` returned on this rank of the same number of ranks. UsageError for another's."""
+        state_dict = dict(state_dict)
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = prepare(self, state_dict) or state_dict
         numbers = self._numbers()
         given, states = state_dict["param_groups"], state_dict["state"]
         if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
             raise UsageError("load_state_dict: the parameter groups are of other sizes; give those that were saved")
+        self._require_mine(states.keys(), state_dict.get("master_weights", {}).keys())
         for group, values in zip(self.param_groups, given, strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
         share = [number for one, number in numbers.items() if one in self._updated]
@@ -176,6 +179,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self._link()
         self.copy_masters_to_model()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _require_mine(self, states: Collection[int], masters: Collection[int]) -> None:
+        """Raise UsageError for numbers of parameters with state, or masters, that are not those of this rank."""
+        numbers = self._numbers()
+        mine = {numbers[one] for one in self._updated}
+        kept = {numbers[one] for one, master in self._updated.items() if master is not one}
+        if not kept <= {*masters} or not ({*states} <= mine or mine <= {*states}):
+            raise UsageError(
+                "load_state_dict: it is the state of another rank, or of an optimizer without master weights; each "
+                "rank loads what it saved. oases.save_checkpoint and load_checkpoint take any number of ranks"
+            )
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether other ranks have a part of the state."""
+        return bool(self._owned)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
         """Number of each parameter over all groups, as in torch's state dicts."""
@@ -354,39 +375,3 @@ def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel
         return averaging_group(model, parameter, data)
 
     return group
-
-
-def _distribute(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """Distribute parameters over ranks by size: largest first, each to the rank with the fewest elements."""
-    shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
-    held = [0] * ranks
-    for parameter in sorted(parameters, key=lambda one: -one.numel()):
-        rank = held.index(min(held))
-        shares[rank].append(parameter)
-        held[rank] += parameter.numel()
-    return shares
-
-
-def _broadcast(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
-    """Broadcast every rank's parameters to the group, in flat tensors of one type and at most BUCKET_BYTES each."""
-    for rank, parameters in enumerate(owned):
-        for bucket in _buckets(parameters):
-            flat = torch.cat([parameter.detach().flatten() for parameter in bucket])
-            dist.broadcast(flat, group=group, group_src=rank)
-            parts: Iterable[Tensor] = flat.split([parameter.numel() for parameter in bucket])
-            torch._foreach_copy_(
-                [parameter.detach() for parameter in bucket],
-                [part.view_as(one) for part, one in zip(parts, bucket, strict=True)],
-            )
-
-
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    buckets: list[list[nn.Parameter]] = []
-    used, dtype = 0, None
-    for parameter in parameters:
-        if not buckets or used + parameter.nbytes > BUCKET_BYTES or parameter.dtype != dtype:
-            buckets.append([])
-            used, dtype = 0, parameter.dtype
-        buckets[-1].append(parameter)
-        used += parameter.nbytes
-    return buckets

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from autotp.comparison import said
 from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
 from oases.errors import UsageError
 from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
 from oases.parallel.precision import set_needs
@@ -230,6 +232,51 @@ def test_masters_of_two_optimizers_begin_with_the_float32_weights():
         optimizer = oases.make_optimizer(model, torch.optim.SGD, params=model[part].parameters(), lr=1.0)
         for name, parameter in model[part].named_parameters(prefix=part):
             assert torch.equal(weight_of(optimizer, parameter), before[name]), name
+
+
+def loads_the_state_of_another_rank(dtype):
+    """Error of loading the first rank's state on all ranks, as a loop for replicas of equal state does."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    spec = oases.ParallelSpec(inputs=((torch.ones(2, 4),), {}))
+    oases.parallelize(model, mesh=mesh, spec=spec, zero=True, dtype=dtype)
+    optimizer = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model(torch.ones(2, 4, dtype=dtype)).float().sum().backward()
+    optimizer.step()
+    states = [optimizer.state_dict()]
+    optimizer.load_state_dict(states[0])
+    dist.broadcast_object_list(states)
+    return said(lambda: optimizer.load_state_dict(states[0]))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_state_of_another_rank_is_refused(two_ranks, dtype):
+    first, second = two_ranks.run(loads_the_state_of_another_rank, dtype)
+    assert first == "nothing was raised"
+    assert "load_state_dict: it is the state of another rank" in second
+
+
+def resumed_by_a_tool(dtype):
+    """Whether weights and masters of a model with a state that a tool saved are those of the model before."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    models = [oases.parallelize(build("llama"), mesh=mesh, dtype=dtype) for _ in range(2)]
+    ours, others = [oases.make_optimizer(model, torch.optim.AdamW, lr=1e-2) for model in models]
+    trained(models[0], ours, DATA, 1)
+    states = [full_optimizer_state(ours, models[:1])]
+    dist.broadcast_object_list(states)
+    models[1].load_state_dict(models[0].state_dict())
+    accept_full_state(others, models[1:])
+    others.load_state_dict(copy.deepcopy(states[0]))
+    for model, optimizer in zip(models, (ours, others), strict=True):
+        trained(model, optimizer, DATA, 1)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return all(torch.equal(weight_of(ours, one), weight_of(others, other)) for one, other in pairs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_tools_save_and_load_state_and_masters_whole(two_ranks, dtype):
+    assert two_ranks.run(resumed_by_a_tool, dtype) == [True, True]
 
 
 def test_bad_uses_are_refused():
