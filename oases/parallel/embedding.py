@@ -70,6 +70,8 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
+        self.padding_idx: int | None = None
+        """Row without a gradient, as in `nn.Embedding`."""
         self.process_group = resolve(process_group)
         rows = shard_size("num_embeddings", num_embeddings, self.process_group)
         self.weight = nn.Parameter(torch.empty((rows, embedding_dim), device=device, dtype=dtype))
@@ -81,23 +83,33 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, *, process_group: ProcessGroup | None = None
     ) -> OverlappedEmbedding:
-        """Shard a given table: this rank's rows of it, without a new random draw."""
+        """Shard a given table: this rank's rows of it, without a new random draw. Its padding row has no gradient.
+
+        ValueError for options that need the full table (max_norm, scale_grad_by_freq) or other gradients (sparse).
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option) not in (None, False):
+                raise ValueError(
+                    f"an embedding with {option}={getattr(embedding, option)} cannot be sharded by rows; leave "
+                    f"{option} out"
+                )
         rows, width = embedding.weight.shape
         with torch.device("meta"):
             layer = cls(rows, width, process_group=process_group, dtype=embedding.weight.dtype)
         part = shard(embedding.weight.detach(), 0, layer.process_group)
         layer.weight = nn.Parameter(part.clone(), requires_grad=embedding.weight.requires_grad)
+        layer.padding_idx = embedding.padding_idx
         return layer
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., embedding_dim]."""
         if self.tensor_parallel == 1:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, self.weight, self.padding_idx)
         assert self.process_group is not None
         if is_real(tokens) and not torch.compiler.is_compiling():
             caller = f"the embedding of {self.num_embeddings} x {self.embedding_dim}"
             agreed_group(self._group_name, caller, None, tokens.device.type, about=form_of_input(tokens))
-        return look_up(tokens, self.weight, self.num_embeddings, self.process_group)
+        return look_up(tokens, self.weight, self.num_embeddings, self.process_group, self.padding_idx)
 
     def extra_repr(self) -> str:
         """Full sizes, then the sharding."""
