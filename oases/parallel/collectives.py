@@ -1,4 +1,4 @@
-"""Differentiable collectives without overlap, for model inputs and outputs and the loss.
+"""Collectives without overlap: differentiable ones, for model inputs and outputs and the loss, and of parameters.
 
 Convention: the gradient of a replicated tensor is replicated; the gradient of a shard is that of the shard. With a
 group of one they return at once.
@@ -6,14 +6,17 @@ group of one they return at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.execution.propagation import watch_group
 from oases.parallel.sharding import Cut
+from oases.plans.plan import BUCKET_BYTES
 
 
 def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, largest: bool = False) -> Tensor:
@@ -108,3 +111,28 @@ def scatter(
 def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
     """Differentiable all-reduce of partial sums."""
     return x if group_size(process_group) == 1 else _Reduce.apply(x, process_group, label)
+
+
+def broadcast_shares(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
+    """Broadcast every rank's parameters to the group, in flat tensors of one type and at most BUCKET_BYTES each."""
+    for rank, parameters in enumerate(owned):
+        for bucket in _buckets(parameters):
+            flat = torch.cat([parameter.detach().flatten() for parameter in bucket])
+            dist.broadcast(flat, group=group, group_src=rank)
+            parts: Iterable[Tensor] = flat.split([parameter.numel() for parameter in bucket])
+            torch._foreach_copy_(
+                [parameter.detach() for parameter in bucket],
+                [part.view_as(one) for part, one in zip(parts, bucket, strict=True)],
+            )
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    used, dtype = 0, None
+    for parameter in parameters:
+        if not buckets or used + parameter.nbytes > BUCKET_BYTES or parameter.dtype != dtype:
+            buckets.append([])
+            used, dtype = 0, parameter.dtype
+        buckets[-1].append(parameter)
+        used += parameter.nbytes
+    return buckets

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.collectives import broadcast_shares
 from oases.parallel.expert_groups import averaging_group
 from oases.parallel.mesh import mesh_of
 from oases.parallel.precision import Originals, heed, is_low, master_of, needs_of, state_now
 from oases.parallel.replicas import know_optimizer, replicas_of
 from oases.parallel.sharding import holders
-from oases.parallel.shares import broadcast, distribute
 
 DataParallel = Callable[[nn.Parameter], ProcessGroup | None]
 """Ranks that hold the same parameter and share its optimizer state; None for this rank alone."""
@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, (group, held) in by_group.items():
             mine = held
             if group is not None:
-                self._owned[name] = distribute(held, group_size(group))
+                self._owned[name] = _distribute(held, group_size(group))
                 mine = self._owned[name][group_rank(group)]
             for one in mine:
                 rounded = master_weights and is_low(dtype or one.dtype) and not hasattr(one, "to_local")
@@ -116,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             master.grad = None
         self.copy_masters_to_model()
         for name, owned in self._owned.items():
-            broadcast(owned, group_of(name))
+            broadcast_shares(owned, group_of(name))
         self._note_copies()
         self._link()
         return result
@@ -375,3 +375,14 @@ def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel
         return averaging_group(model, parameter, data)
 
     return group
+
+
+def _distribute(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """Distribute parameters over ranks by size: largest first, each to the rank with the fewest elements."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for parameter in sorted(parameters, key=lambda one: -one.numel()):
+        rank = held.index(min(held))
+        shares[rank].append(parameter)
+        held[rank] += parameter.numel()
+    return shares

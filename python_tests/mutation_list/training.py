@@ -32,7 +32,7 @@ TRAINING = (
     Mutation(
         "zero_parameters_not_sent",
         "oases/parallel/optimizer.py",
-        "broadcast(owned, group_of(name))",
+        "broadcast_shares(owned, group_of(name))",
         "pass",
         ("train/test_precision.py",),
         "With ZeRO-1 an updated parameter does not reach the other replicas.",
