@@ -122,8 +122,10 @@ class BlockCosts:
     def _weight_of(self, kind: AnyKind, state: State, stage: int) -> float:
         tp, recomputed = state
         samples = self.setting.samples(tp)
-        kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
-        whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
+        along = self.timing_of(state).way.sequence_parallel
+        kept, whole = (
+            kept_bytes(self.model, kind, tp, samples, recomputed=again, along=along) for again in (recomputed, False)
+        )
         # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
         most = max(flying * kept + waiting * whole for flying, waiting in self.setting.held(stage))
         held = most / self.setting.chunks + (whole - kept) * self.setting.recomputes_early(stage)

@@ -8,7 +8,7 @@ from oases.errors import UsageError
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
-from oases.simulator.hardware import Hardware
+from oases.simulator.hardware import Hardware, kept_along_sequence
 
 CONTEXT_BYTES = 512 << 20
 """Bytes of a CUDA context, with torch's loaded kernels and the workspaces of cuBLAS and attention."""
@@ -25,9 +25,15 @@ def head_bytes(model: Model, tp: int, samples: float) -> int:
     return round(model.logits(samples, tp) * (2 * model.element_bytes + 4))
 
 
-def kept_bytes(model: Model, kind: AnyKind, tp: int, samples: float, *, recomputed: bool) -> int:
-    """Bytes of activations that a block keeps for its backward pass, for all samples of a micro-batch."""
-    return model.unit_bytes(samples) if recomputed else model.kept_bytes(kind, tp, samples)
+def kept_bytes(model: Model, kind: AnyKind, tp: int, samples: float, *, recomputed: bool, along: bool = False) -> int:
+    """Bytes of activations that a block keeps for its backward pass, for all samples of a micro-batch.
+
+    along: with sequence parallelism.
+    """
+    unit = model.unit_bytes(samples)
+    if recomputed:
+        return unit + unit // tp * along
+    return kept_along_sequence(model, kind, tp, samples) if along else model.kept_bytes(kind, tp, samples)
 
 
 def in_flight_bytes(model: Model, tp: int, samples: float, sub_batches: int) -> int:

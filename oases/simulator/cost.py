@@ -79,10 +79,14 @@ class BlockTimes:
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Bytes of one block for one sub-batch. unit: its input or output. kept: activations for B, with the input."""
+    """Bytes of one block for one sub-batch. unit: its input or output. kept: activations for B, with the input.
+
+    part: of a rank's part of the input, which is held beside the gathered one under sequence parallelism.
+    """
 
     unit: int = 0
     kept: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True)

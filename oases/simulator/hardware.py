@@ -330,6 +330,18 @@ def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
     return BlockTimes(**{item.name: at(item.name) for item in fields(BlockTimes)})
 
 
+def kept_along_sequence(model: Model, kind: AnyKind, tp: int, samples: float) -> int:
+    """Bytes that the backward pass of one block needs under sequence parallelism, with its input.
+
+    Of what every rank else holds in full it has a part, but for the gathered input of the matmuls.
+    """
+    kept, unit = model.kept_bytes(kind, tp, samples), model.unit_bytes(samples)
+    whole = 2.0 * unit
+    if isinstance(model, LayeredModel):
+        whole = samples * sum(share.kept for share in model.block(kind).shares if share.ranks(tp) == 1)
+    return kept - round(max(0.0, whole - unit) * (1 - 1 / tp))
+
+
 def stack_costs(
     hardware: Hardware, model: Model, kinds: Sequence[AnyKind], tp: int, samples: float, schedule: Schedule,
     wire: str = "none",
@@ -365,12 +377,14 @@ def stack_costs(
             kind: replace(each, combine=each.combine / tp, combine_backward=each.combine_backward / tp)
             for kind, each in times.items()
         }
-    sizes = {kind: BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in set(kinds)}
+    sizes = [BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in kinds]
+    if schedule.sequence_parallel:  # the first block gets the whole input
+        sizes[1:] = [BlockBytes(unit, kept_along_sequence(model, kind, tp, part), unit // tp) for kind in kinds[1:]]
     names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
         collectives={name: hardware.collective_seconds(name, tp, sent) + packing for name in names},
-        sizes=tuple(sizes[kind] for kind in kinds),
+        sizes=tuple(sizes),
         link=link,
         contention=hardware.link(link).contention,
         overhead=hardware.pass_overhead(model, tp, samples, schedule.num_sub_batches, len(kinds) / 2),

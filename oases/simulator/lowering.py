@@ -138,7 +138,8 @@ class _Memory:
     """Bytes that each compute op allocates when it begins and frees when it ends.
 
     Live between ops: x, an input of a block that is still to be read or is kept; y, partial sums in flight; g, a
-    gradient in flight; and the kept activations of a block with a graph, x included.
+    gradient in flight; and the kept activations of a block with a graph, x included. Under sequence parallelism x is
+    gathered, and a rank's part of it is held, too.
     """
 
     def __init__(self, schedule: Schedule, costs: StackCosts) -> None:
@@ -154,14 +155,16 @@ class _Memory:
         if op.kind == "F":
             entry = 0 if op.block else size.unit  # the stack's input; C allocates other blocks' inputs
             if ("R", *place) not in schedule.recomputed:
-                return entry + size.kept, 0  # allocates y; x is part of the kept activations
-            return entry + size.unit, size.unit if place in schedule.remade_inputs else 0
+                return entry + size.kept - size.part, 0  # allocates y; x is part of the kept activations
+            return entry + size.unit, size.unit + size.part if place in schedule.remade_inputs else 0
         if op.kind in ("C", "RC"):  # replaces y; unused results are freed at once
             read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.remade_inputs
-            return size.unit, size.unit if read else 2 * size.unit
+            last = op.block + 1 == schedule.num_blocks
+            part = 0 if last or not read else self._costs.bytes_of(op.block + 1).part
+            return size.unit + part, size.unit if read else 2 * size.unit
         if op.kind == "R":
             whole = size.unit if op in schedule.starts else 0
-            return size.kept - size.unit + whole, 0
+            return size.kept - size.unit - size.part + whole, 0
         if op.kind == "B":  # allocates g; frees its gradient and the kept activations
             kept = 0 if place in self._deferred else size.kept
             return size.unit, size.unit + kept

@@ -26,6 +26,7 @@ from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
+from oases.schedule import sequence_parallel
 from oases.simulator import simulate
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware, stack_costs
@@ -35,13 +36,21 @@ from oases.simulator.program import Program
 from oases.train.plan import Run
 
 SCHEDULES = ("sync", "fine_grained", "cross_pass", "oases")
+ALONG = tuple(f"{name}:sequence" for name in SCHEDULES)
+"""The same with sequence parallelism."""
 LINK = LinkModel(1e-5, 1e9)
 HARDWARE = Hardware("any", Device("any", 1 << 34, {"float32": 1e11}, 1e10), 2, LINK, LINK)
 
 
 def bench(recompute):
     config = OverlapConfig(
-        hidden=128, heads=4, layers=4, sequence=64, batch=4, recompute=recompute, schedules=",".join(SCHEDULES)
+        hidden=128,
+        heads=4,
+        layers=4,
+        sequence=64,
+        batch=4,
+        recompute=recompute,
+        schedules=",".join(SCHEDULES + ALONG),
     )
     return config, OverlapBench(config, dist.group.WORLD)
 
@@ -57,8 +66,9 @@ def predicted(recompute):
     config = OverlapConfig(hidden=128, heads=4, layers=4, sequence=64, batch=4, recompute=recompute)
     model = ModelShape(128, 4, 4, 64)
     found = {}
-    for name in SCHEDULES:
-        schedule = config.resolve_schedule(name)
+    for name in SCHEDULES + ALONG:
+        schedule = config.resolve_schedule(name.partition(":")[0])
+        schedule = sequence_parallel(schedule) if name in ALONG else schedule
         costs = stack_costs(HARDWARE, model, KINDS * 4, 2, 4, schedule)
         timeline = simulate(schedule, costs)
         unit = model.unit_bytes(4)
@@ -73,7 +83,7 @@ def predicted(recompute):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_are_those_that_the_allocator_sees(two_ranks, recompute):
     (real, gradients), model = two_ranks.run(measured, recompute)[0], predicted(recompute)
-    for name in SCHEDULES:
+    for name in SCHEDULES + ALONG:
         assert model[name][0] == pytest.approx(real[name][0], rel=0.01), (name, model, real)
         # The planner counts all gradients, in the state; at the peak some of them are not there yet. So what it says
         # is never too little, and not much too much.

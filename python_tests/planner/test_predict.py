@@ -136,8 +136,9 @@ def test_memory_is_state_and_activations():
 @pytest.mark.parametrize("name", ["sync", "fine_grained", "cross_pass", "oases", "sub_pipelined_1", "sub_pipelined"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "zb_h1"])
-def test_a_step_frees_what_it_allocates(name, layers, pipeline):
-    stages = [[(4, 2, name, 2, layers)]] * 2
+@pytest.mark.parametrize("along", [False, True])
+def test_a_step_frees_what_it_allocates(name, layers, pipeline, along):
+    stages = [[(4, 2, name, 2, layers, along)]] * 2
     plan = plan_of(*stages, micro_batches=4, batch=32, pipeline=pipeline)
     timeline = Predictor(cluster()).timeline(plan, every_op=True)
     for stage in (0, 1):
