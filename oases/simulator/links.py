@@ -61,7 +61,7 @@ class LinkModel:
         startup = hops(collective, ranks) * self.startup_seconds
         if measured is None:
             return startup + sharing * wire_bytes(collective, ranks, num_bytes) / self.bytes_per_second
-        whole = _interpolated(measured, num_bytes)
+        whole = _interpolated(measured, num_bytes, wire_bytes(collective, ranks, 1.0) / self.bytes_per_second)
         return whole + (sharing - 1) * max(0.0, whole - startup)
 
     @cached_property
@@ -86,14 +86,19 @@ def _distinct(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     return [(size, median(times)) for size, times in sorted(by_size.items())]
 
 
-def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly; extrapolate the last slope above, and the first value below."""
+def _interpolated(points: Sequence[tuple[float, float]], x: float, per_byte: float) -> float:
+    """Interpolate linearly; extrapolate the last slope above, and the first value below.
+
+    per_byte: slope above a last measurement that noise has made no longer than the one before.
+    """
     if x <= points[0][0]:
         return points[0][1]
     if len(points) == 1:
         return points[0][1] * x / points[0][0]
     end = min(max(1, bisect_left(points, (x, 0.0))), len(points) - 1)
     (x0, y0), (x1, y1) = points[end - 1], points[end]
+    if x > x1 and y1 <= y0:
+        return y1 + per_byte * (x - x1)
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 

@@ -56,6 +56,13 @@ def test_measured_sizes_are_taken_as_they_are_and_between_them_a_line():
     assert link.seconds("send", 4, 1000) < 1e-6, "of another number of ranks nothing was measured"
 
 
+def test_noise_in_the_largest_size_does_not_make_larger_ones_free():
+    samples = (Sample("all_reduce", 2, 1000, 0.01), Sample("all_reduce", 2, 4000, 0.002))
+    link = LinkModel(0, 1e6, samples=samples)
+    assert link.seconds("all_reduce", 2, 2500) == pytest.approx(0.006), "between them a line"
+    assert link.seconds("all_reduce", 2, 16_000) == pytest.approx(0.002 + 0.012), "by the bandwidth; it was negative"
+
+
 def test_of_several_times_of_one_size_the_median_counts():
     samples = [Sample("send", 2, 1000, t) for t in (1.0, 5.0, 2.0)]
     assert LinkModel(0, 1e12, samples=tuple(samples)).seconds("send", 2, 2000) == 4
