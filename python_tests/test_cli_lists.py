@@ -51,6 +51,12 @@ def test_experts_by_name(capsys, tmp_path):
     assert parse_schedule(json.loads(path.read_text())["list"]) == generate_experts("blocking", 2, True)
 
 
+def test_a_list_whose_ops_take_no_time(capsys, tmp_path):
+    nothing = "N=0,E=0,P=0,all_to_all=0,share=0,join=0"
+    cli.main(["simulate", "--schedule", "plain", "--costs", nothing, "--html", str(tmp_path / "page.html")])
+    assert "a step takes 0 ms" in capsys.readouterr().out
+
+
 def test_what_cannot_be_simulated(capsys, tmp_path):
     path = tmp_path / "list.txt"
     lines = format_schedule(LISTS["stage"]).splitlines()

@@ -149,12 +149,13 @@ class Timeline:
         lanes = [(rank, lane) for rank, lane in self.lanes if links or lane == "compute"]
         width = max(len(f"{self.who} {rank} {lane}") for rank, lane in lanes)
         lines = [f"{self.name}: {self.total_seconds * 1e3:.0f} ms"]
+        scale = columns / self.total_seconds if self.total_seconds else 0.0
         for rank, lane in lanes:
             cells = [" "] * columns
             for span in self.spans:
                 if (span.rank, span.lane) == (rank, lane):
-                    first = round(span.start / self.total_seconds * columns)
-                    last = max(first + 1, round(span.end / self.total_seconds * columns))
+                    first = round(span.start * scale)
+                    last = max(first + 1, round(span.end * scale))
                     letter = "." if span.waiting else "=" if lane != "compute" else span.bare_name[0]
                     for cell in range(first, min(last, columns)):
                         cells[cell] = letter
