@@ -145,7 +145,10 @@ class StageModel:
         )
 
     def _message_seconds(self, part: int, other: int) -> float:
-        """Seconds of what crosses the border between two parts: each rank sends its share, and joins all shares."""
+        """Seconds of what crosses the border between two parts.
+
+        Tensor-parallel ranks of one node send a share each, and join all shares.
+        """
         plan = self.plan
         if not 0 <= other < len(plan.parts) or plan.stage_of(part) == plan.stage_of(other):
             return 0.0
@@ -153,7 +156,8 @@ class StageModel:
         tp = plan.parts[before].last_degree
         num_bytes = self.model.message_bytes(plan.layers_of(plan.parts[behind]).start, plan.samples(tp))
         first, last = (plan.stage_of(number) * plan.stage_ranks for number in (part, other))
-        shares = tp if self.split else 1
+        inside = self.hardware.link_of(tp) == "node"  # others are not worth joining: each rank sends all
+        shares = tp if self.split and inside else 1
         seconds = self.hardware.message_seconds(num_bytes / shares, first, last, plan.stage_ranks)
         return seconds + self.hardware.collective_seconds("all_gather", shares, num_bytes)
 

@@ -260,6 +260,17 @@ def test_tied_tables_of_two_stages_are_summed():
     assert not any("shared parameters" in span.name for span in predictor.timeline(apart).spans)
 
 
+def test_messages_are_cut_over_ranks_of_one_node_alone():
+    """Parts that come over the link between nodes would have to be joined over it (`StageMessages`)."""
+    found, plan = cluster(), plan_of([(4, 2)], [(4, 2)], world=4, micro_batches=4)
+    num_bytes = MODEL.unit_bytes(plan.samples(2))
+    for per_node, share in ((2, 2), (1, 1)):
+        hardware = replace(found, ranks_per_node=per_node)
+        seconds = hardware.message_seconds(num_bytes / share, 0, 2, 2)
+        joined = hardware.collective_seconds("all_gather", share, num_bytes)
+        assert Predictor(hardware).stage_costs(plan, 0).parts[0].message_seconds == pytest.approx(seconds + joined)
+
+
 def test_zero_bubble_defers_the_weight_gradients_of_any_schedule():
     """fine_grained has no W: a stack then leaves out what B would compute at its end."""
     predictor = Predictor(cluster())
