@@ -275,6 +275,8 @@ class StageModel:
         if not self.with_ends:
             return
         if shared := shared_parameters(self.plan, self.number):
+            if self._shares:  # each rank sums its own part of the table
+                shared //= self.plan.stage_ranks // embedding_segment(self.plan).tp
             inside, per_node = self.plan.world <= self.hardware.ranks_per_node, self.hardware.ranks_per_node
             link, sharing = ("node", 1) if inside else ("cluster", min(self.plan.stage_ranks, per_node))
             seconds = self.hardware.link(link).seconds("all_reduce", 2, shared * GRADIENT_BYTES, sharing)
@@ -290,6 +292,21 @@ class StageModel:
                 seconds = self.hardware.collective_seconds("broadcast", replicas, num_bytes, stride)
                 yield from exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
                 yield Compute(f"copy of parameters {part}", 4 * num_bytes / device.bytes_per_second)
+
+        if self.plan.fsdp:
+            yield from self._gathered_ends()
+
+    def _gathered_ends(self) -> Iterator[Instruction]:
+        """All-gather of the sharded weights outside of layers, at their first use in a step."""
+        tp, device = embedding_segment(self.plan).tp, self.hardware.device
+        replicas = self.plan.stage_ranks // tp
+        num_bytes = end_parameters(self.plan, self.number) * self.model.element_bytes
+        if replicas == 1 or not num_bytes:
+            return
+        seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, tp)
+        yield from exposed("parameters outside of layers", self.hardware.link_of(replicas, tp), seconds)
+        copied = 2 * (1 + 1 / replicas) * num_bytes / device.bytes_per_second
+        yield Compute("copy of parameters outside of layers", copied)
 
     def _of_others(self, part: Part, starts: GradientSums) -> Iterator[Instruction]:
         """All-reduces of gradients that were complete before the stage's last pass."""

@@ -7,7 +7,7 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Stage, predict
-from oases.planner.memory import shared_parameters, stage_parameters, stage_state_bytes
+from oases.planner.memory import end_parameters, shared_parameters, stage_parameters, stage_state_bytes
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
 from oases.schedule import Op, format_schedule, generate_pipeline
@@ -269,6 +269,26 @@ def test_messages_are_cut_over_ranks_of_one_node_alone():
         seconds = hardware.message_seconds(num_bytes / share, 0, 2, 2)
         joined = hardware.collective_seconds("all_gather", share, num_bytes)
         assert Predictor(hardware).stage_costs(plan, 0).parts[0].message_seconds == pytest.approx(seconds + joined)
+
+
+def test_sharded_tables_are_gathered_and_summed_in_parts():
+    """Once per step, as by `FsdpUnit`; of tied tables each replica sums its part (`local(tied.grad)`)."""
+    hardware = cluster()
+
+    def sent(text, **changes):
+        plan = plan_of([(4, 1)], [(4, 1)], world=4, micro_batches=4, **changes)
+        spans = Predictor(hardware).timeline(plan, every_op=True).spans
+        found = [span for span in spans if text in span.name and span.lane != "compute"]
+        assert len(found) in (0, 2), "on both stages"
+        return plan, found[0].seconds if found else 0.0
+
+    table = 4 * MODEL.vocabulary * MODEL.hidden
+    for changes, share in (({}, 1), ({"zero": True}, 2), ({"fsdp": True}, 2)):
+        _, seconds = sent("shared parameters", **changes)
+        assert seconds == pytest.approx(hardware.collective_seconds("all_reduce", 2, table // share, 2))
+    plan, seconds = sent("parameters outside of layers", fsdp=True)
+    assert seconds == pytest.approx(hardware.collective_seconds("all_gather", 2, 4 * end_parameters(plan, 0), 1))
+    assert sent("parameters outside of layers")[1] == sent("parameters outside of layers", zero=True)[1] == 0
 
 
 def test_zero_bubble_defers_the_weight_gradients_of_any_schedule():
