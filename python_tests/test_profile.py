@@ -23,7 +23,7 @@ from oases.plans.shape import KINDS, ModelShape
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
 from oases.profile.links import TRIES, LinkBench, Probe, fitted_link, ranks_per_node, sizes
-from oases.profile.run import Surroundings, run_profile
+from oases.profile.run import Surroundings, of_model, run_profile
 from oases.schedule import Op, generate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware_file import read_hardware
@@ -248,6 +248,27 @@ def test_sizes_and_degrees():
     assert ProfileConfig().tensor_parallel(8) == (8,)
     with pytest.raises(UsageError, match="groups of 3"):
         ProfileConfig(degrees="3").tensor_parallel(8)
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 64,
+}  # fmt: skip
+
+
+def test_a_model_has_its_own_sizes(tmp_path, capsys):
+    """Degrees and sizes of links are those of the model: those of the GPT beside it have 12 heads and 256 rows."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    given = ProfileConfig(model=str(path), sequence=512, degrees="1,3,24", layers=2)
+    config = of_model(given)
+    config.check(24)
+    assert (config.hidden, config.heads) == (2048, 32)
+    assert sizes(config)[-1] == 8 * 512 * 2048 * 4
+    assert [config.beside(degree).heads for degree in (1, 3, 24)] == [32, 33, 48]
+    assert config.beside(24).hidden == 48 * 64
+    assert "has its sizes; leave out --heads, --hidden" in fails(capsys, "--model", str(path))
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,8 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     if options.json is None and (options.convert is not None or options.append):
         raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE for the profile")
-    if options.convert is not None:
-        flags = {word.partition("=")[0] for word in given if word.startswith("--")}
-        if others := sorted(flags - {"--convert", "--json", "--name"}):
-            raise UsageError(f"--convert writes a new profile and measures nothing; leave out {', '.join(others)}")
+    if options.convert is not None and (others := sorted(_flags(given) - {"--convert", "--json", "--name"})):
+        raise UsageError(f"--convert writes a new profile and measures nothing; leave out {', '.join(others)}")
     hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
     if not is_first_rank():
         return
@@ -171,18 +169,22 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     console.print(f"written to {options.json}", soft_wrap=True)
 
 
+def _flags(given: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0] for word in given if word.startswith("--")}
+
+
 def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
-    from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
     from oases.launch.ranks import run_ranks
     from oases.profile.config import ProfileConfig
-    from oases.profile.run import Surroundings, require_same_device, run_profile
+    from oases.profile.run import Surroundings, of_model, require_same_device, run_profile
     from oases.terminal import console
 
     config = config_from(ProfileConfig, options)
-    config.check(options.tp)
     if config.model is not None:  # before ranks measure anything
-        data = with_layers(read_configuration(Path(config.model), "--model"), config.layers)
-        configured_model(data, config.dtype)
+        config = of_model(config)
+        if own := sorted(_flags(given) & {"--hidden", "--heads"}):
+            raise UsageError(f"--model {config.model} has its sizes; leave out {', '.join(own)}, or --model")
+    config.check(options.tp)
     known = None
     if options.append and Path(options.json).is_file():
         known = read_hardware(options.json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -69,6 +69,11 @@ class ProfileConfig(StackOptions):
         """Sub-batch sizes to measure, in samples."""
         return tuple(sorted({1 << power for power in range(self.batch.bit_length())} | {self.batch}))
 
+    def beside(self, degree: int) -> ProfileConfig:
+        """Sizes of the built-in GPT's blocks that compute while the links of `degree` ranks are busy."""
+        heads = -(-self.heads // degree) * degree
+        return replace(self, heads=heads, hidden=self.hidden // self.heads * heads)
+
     def check(self, ranks: int) -> None:
         """Validate everything that can be checked before ranks start."""
         if ranks < 2:
@@ -76,7 +81,8 @@ class ProfileConfig(StackOptions):
                 f"--tp {ranks} has no link to measure; give at least 2, with --degrees 1 for unsharded blocks"
             )
         for degree in self.tensor_parallel(ranks):
-            self.require_degree(degree)
+            if self.model is None:  # of a model, the ranks that cut it will know
+                self.require_degree(degree)
         if self.device == "cpu":
             require_memory(self, ranks)
 

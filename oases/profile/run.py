@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import socket
@@ -19,7 +20,13 @@ from oases.errors import UsageError
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, all_gather_objects
 from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs, with_layers
+from oases.graph.trace.configuration import (
+    configuration,
+    configured_model,
+    read_configuration,
+    sample_inputs,
+    with_layers,
+)
 from oases.kernels.quantized import dequantize, quantize
 from oases.launch.ranks import require_agreement
 from oases.plans.shape import CODES
@@ -93,6 +100,20 @@ def _packing_rates(clock: Clock, iterations: int) -> dict[str, float]:
         return dequantize(quantize(x, code), x.numel(), code)
 
     return {code: x.nbytes / median_seconds(clock, partial(there_and_back, code), iterations) for code in CODES}
+
+
+def of_model(config: ProfileConfig) -> ProfileConfig:
+    """The profile of `config.model` with that model's width and heads, where its configuration has both.
+
+    They are those of the activations that links are measured with. UsageError where it cannot be built.
+    """
+    data = with_layers(read_configuration(Path(str(config.model)), "--model"), config.layers)
+    configured_model(data, config.dtype)
+    found = configuration(data)
+    hidden, heads = (getattr(found, name, None) for name in ("hidden_size", "num_attention_heads"))
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return config
+    return replace(config, hidden=hidden, heads=math.gcd(hidden, heads))
 
 
 def layer_bench(config: ProfileConfig, group: ProcessGroup) -> LayerBench:
@@ -203,7 +224,8 @@ class _Profile:
         benches = self._benches()
         largest = max(self._degrees)
         of_largest = benches[largest]
-        beside = of_largest if isinstance(of_largest, BlockBench) else BlockBench(self._config, self._groups[largest])
+        if not isinstance(beside := of_largest, BlockBench):
+            beside = BlockBench(self._config.beside(largest), self._groups[largest])
         contention = self._contention(beside)
         blocks, overheads = self._blocks(benches)
         if isinstance(of_largest, LayerBench):
