@@ -130,6 +130,8 @@ def test_a_configuration_that_cannot_be_is_refused(config, capsys, changes, said
         (["--global-batch", "8"], "leave out --global-batch"),
         (["--hidden", "8", "--explain"], "leave out --hidden, --explain"),
         (["--expert-parallel", "4", "--pipelines", "zb_h1"], "leave out --pipelines, --expert-parallel"),
+        (["--vocabulary", "0"], "leave out --vocabulary"),
+        (["--world", "4", "--link", "25gbit"], "--world, --link: of which cluster? Give --cluster or --profile"),
         (["--balance", "time"], "give --stages N"),
         (["--stages", "0"], "--stages must be at least 1, got 0"),
         (["--stages", "99"], "99 stages are more than"),

@@ -280,6 +280,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         (["--plan", "PLAN", "--cluster", "8x3090"], ["is for 4 devices", "the cluster has 8"]),
         (["--plan", "PLAN", "--cluster", "4x3090", "--tp", "2"], ["leave out --tp"]),
         (["--plan", "PLAN", *GIVEN[10:]], ["leave out --global-batch"]),
+        (["--plan", "PLAN", "--cluster", "4x3090", "--vocabulary", "0"], ["leave out --vocabulary"]),
         ([*GIVEN, "--tp", "0"], ["--tp", "got 0"]),
         ([*GIVEN, "--tp", "3"], ["--tp 3", "4 devices"]),
         ([*GIVEN, "--tp", "2", "--no-zero"], ["--tp", "leave out --no-zero"]),

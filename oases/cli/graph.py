@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from oases.cli.options import require_writable
+from oases.cli.options import is_given, require_writable
 from oases.cli.plan_options import cluster_of, require_count
 from oases.errors import UsageError
 from oases.files import write_text
@@ -131,6 +131,7 @@ def _short(name: str) -> str:
 
 
 _OF_GRAPHS = ("stages", "balance", "html")
+_OF_CLUSTERS = ("world", "ranks_per_node", "link")
 _OF_PLANS = (
     "model", "hidden", "layers", "heads", "vocabulary", "global_batch", "memory", "degrees", "micro_batches",
     "pipelines", "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire", "expert_parallel",
@@ -165,7 +166,7 @@ def show_graph(options: argparse.Namespace) -> None:
     """Print the shards or stages of the graph of --graph; write and draw it."""
     from oases.terminal import console
 
-    given = [flag_of(name) for name in _OF_PLANS if getattr(options, name) not in (None, False)]
+    given = [flag_of(name) for name in _OF_PLANS if is_given(options, name)]
     if given:
         raise UsageError(
             f"--graph shows a model's graph and makes no plan; leave out {', '.join(given)}, or "
@@ -177,6 +178,9 @@ def show_graph(options: argparse.Namespace) -> None:
         require_count("--stages", options.stages)
     require_writable("--html", options.html)
     timed = options.cluster is not None or options.profile is not None
+    of_cluster = [flag_of(name) for name in _OF_CLUSTERS if getattr(options, name) is not None]
+    if of_cluster and not timed:
+        raise UsageError(f"{', '.join(of_cluster)}: of which cluster? Give --cluster or --profile, too")
     hardware = cluster_of(options, world=1)[0] if timed else None
     graph = _graph(options)
     console.print(

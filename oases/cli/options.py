@@ -175,6 +175,12 @@ def values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names}
 
 
+def is_given(options: argparse.Namespace, name: str) -> bool:
+    """Whether an option without a default, or a flag, was given; 0 is a value."""
+    value = getattr(options, name)
+    return value is not None and value is not False
+
+
 def config_from(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
     """Build a configuration from the options of the same names."""
     return cls(**values(cls, options) | fixed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli import op_lists
-from oases.cli.options import command, require_writable, write_json
+from oases.cli.options import command, is_given, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
@@ -187,7 +187,7 @@ def _predicted(plan: Plan, hardware: Hardware) -> tuple[Plan, Predictor]:
 
 
 def _refuse(why: str, options: argparse.Namespace, names: Sequence[str]) -> None:
-    given = [flag_of(name) for name in names if getattr(options, name) not in (None, False)]
+    given = [flag_of(name) for name in names if is_given(options, name)]
     if given:
         raise UsageError(f"{why}; leave out {', '.join(given)}")
 
