@@ -294,6 +294,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--schedule", "nosuch"], ["'nosuch'", "oases"]),
         ([*GIVEN, "--sub-batches", "0"], ["--sub-batches", "got 0"]),
         ([*GIVEN, "--sub-batches", "64"], ["64 sub-batches"]),
+        ([*GIVEN, "--schedule", "sync", "--sub-batches", "2"], ["--sub-batches 2", "sync runs a micro-batch whole"]),
         ([*GIVEN, "--recompute", "some"], ["'some'", "none, full"]),
         ([*GIVEN, "--recompute", "merak:2"], ["share of layers must be from 0 to 1", "2"]),
         ([*GIVEN, "--pipeline", "interleaved", "--stages", "2"], ["--stages 2 of 2 model chunks each", "2 layers"]),

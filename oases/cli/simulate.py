@@ -209,8 +209,7 @@ def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, worl
             f"--global-batch {batch} in {micro[0]} micro-batches over {world // stages // tp} replicas gives each "
             f"{samples:g} samples at a time, which is not an integer; change one of the three"
         )
-    default = 1 if schedule in WHOLE else min(2, int(samples))
-    sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
+    sub_batches = _sub_batches(options.sub_batches, schedule, int(samples))
     again = Recomputation.parse("none" if options.recompute is None else options.recompute)
     pipeline = "one_f_one_b" if options.pipeline is None else options.pipeline
     try:
@@ -230,6 +229,14 @@ def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, worl
     ]
     plan = Plan(model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero), pipeline)
     return again.applied(plan, capacity, predictor.peak_bytes)
+
+
+def _sub_batches(given: int | None, schedule: str, samples: int) -> int:
+    if given is None:
+        return 1 if schedule in WHOLE else min(2, samples)
+    if schedule in WHOLE and given > 1:
+        raise UsageError(f"--sub-batches {given}: the schedule {schedule} runs a micro-batch whole; leave it out")
+    return require_count("--sub-batches", given)
 
 
 def _print_timeline(plan: Plan, predictor: Predictor) -> None:
