@@ -215,6 +215,7 @@ def test_neither_command_needs_torch():
         (["--model", "gpt-125m", "--hidden", "64", *GIVEN[10:]], ["leave out --hidden"]),
         (["--hidden", "64", *GIVEN[10:]], ["--layers, --sequence is missing"]),
         ([*GIVEN, "--hidden", "250"], ["hidden 250", "4 heads"]),
+        (["--hidden", "250", *GIVEN[4:]], ["--hidden 250", "give --heads"]),
         ([*GIVEN, "--layers", "0"], ["layers", "got 0"]),
         ([*GIVEN, "--dtype", "int8"], ["'int8'", "bfloat16"]),
         ([*MODEL, "--cluster", "4xnosuch", "--global-batch", "8"], ["'nosuch'", "3090"]),

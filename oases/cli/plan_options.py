@@ -110,8 +110,10 @@ def model_of(options: argparse.Namespace) -> Model:
         if options.model not in MODELS and (Path(options.model).exists() or {"/", "."} & set(options.model)):
             return _traced(options)
         return replace(model_called(options.model), **given)
-    if "hidden" in given:
-        given.setdefault("heads", max(1, int(given["hidden"]) // 64))
+    if "hidden" in given and "heads" not in given:
+        given["heads"] = max(1, given["hidden"] // 64)
+        if given["hidden"] % given["heads"]:
+            raise UsageError(f"--hidden {given['hidden']} is not a multiple of 64 features per head; give --heads")
     missing = [f"--{name}" for name in (*_SIZES, "sequence") if name not in given]
     if missing:
         raise UsageError(
