@@ -10,7 +10,7 @@ import pytest
 
 import oases
 from benchmarks.overlap import cells, path_of, summary
-from oases.cli import _parser
+from oases.cli import _parser, main
 
 ROOT = Path(__file__).parents[1]
 OVERLAP = ROOT / "docs" / "benchmarks" / "2026-11-21-overlap"
@@ -72,6 +72,15 @@ def test_commands_on_pages_are_commands():
         except SystemExit as ended:
             wrong += [f"{page}: oases {line}"] if ended.code else []
     assert not wrong
+
+
+@pytest.mark.long
+def test_a_plan_on_a_page_is_what_the_command_prints(capsys):
+    page = (ROOT / "docs" / "howto" / "plan.md").read_text()
+    line, text = re.search(r"^    \$ oases (plan .*?) --explain.*\n((?:    .*\n)+)", page, re.MULTILINE).groups()
+    main(line.split())
+    printed = [each.strip() for each in capsys.readouterr().out.splitlines()]
+    assert [each.strip() for each in text.splitlines()] == [each for each in printed if each]
 
 
 def test_the_figures_of_the_report_by_link_are_those_of_its_runs():
