@@ -322,3 +322,11 @@ def require_distinct(hardware: Hardware, where: str) -> None:
                 f"sequence {block.sequence}, {block.dtype}, tp {block.tp}, {block.samples:g} samples; leave one out"
             )
         seen.add(block.key)
+    for each in hardware.overheads:
+        if each.key in seen:
+            raise UsageError(
+                f"{where}: overheads has two of hidden {each.hidden}, {each.heads} heads, sequence {each.sequence}, "
+                f"{each.dtype}, tp {each.tp}, {each.layers} layers, {each.samples:g} samples in {each.sub_batches} "
+                "sub-batches; leave one out"
+            )
+        seen.add(each.key)

@@ -130,6 +130,7 @@ CLUSTER = ("links", "cluster")
         ((*BLOCK, "tp"), 3, ["hidden 64 in 4 heads over tp 3"]),
         ((*BLOCK, "kind"), "mlp", ["two mlp blocks of hidden 64"]),
         (("blocks",), {}, ["blocks must be a list"]),
+        (("overheads",), 2 * data()["overheads"], ["overheads has two of hidden 64", "4 samples in 2 sub-batches"]),
         (("overheads", 0, "layers"), 1.5, ["overheads[0]: layers"]),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
