@@ -33,16 +33,19 @@ class Device:
     update_seconds: float = 0.0
     packing_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
 
-    def packing_seconds(self, num_bytes: float, code: str, ranks: int, sent: float) -> float:
-        """Seconds to quantise an all-reduce of float32 numbers of `num_bytes`, and to sum and read them back.
+    def packing_seconds(self, collective: str, num_bytes: float, code: str, ranks: int, sent: float) -> float:
+        """Seconds to quantise float32 numbers of `num_bytes` for a collective, and to sum and read them back.
 
-        A rank quantises the parts of the others and the sum of its own, and reads back parts of its own from
-        the others and all sums. By the rate of memory where the code's is unknown; sent: bytes.
+        In an all-reduce a rank quantises the parts of the others and the sum of its own, and reads back parts of its
+        own from the others and all sums. By the rate of memory where the code's is unknown; sent: bytes.
         """
+        scattered, gathered = 1 - 1 / ranks, 0.5 + 0.5 / ranks
+        whole = scattered + gathered
+        share = {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, whole)
         rate = self.packing_bytes_per_second.get(code.partition(":")[0])
         if rate is not None:
-            return (1.5 - 0.5 / ranks) * num_bytes / rate
-        return 2 * (num_bytes + sent) / self.bytes_per_second
+            return share * num_bytes / rate
+        return share / whole * 2 * (num_bytes + sent) / self.bytes_per_second
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in this dtype. Raises UsageError if it is unknown."""
@@ -366,9 +369,10 @@ def stack_costs(
         exchanges = tuple(
             hardware.collective_seconds("all_to_all", model.expert_parallel, each) if each else 0.0 for each in tokens
         )
-    packing = 0.0
+    names, packing = ("all_reduce", "reduce_scatter", "all_gather"), dict[str, float]()
     if wire in QUANTISED and tp > 1:
-        packing = hardware.device.packing_seconds(unit * 4 / model.element_bytes, wire, tp, sent)
+        numbers = unit * 4 / model.element_bytes
+        packing = {name: hardware.device.packing_seconds(name, numbers, wire, tp, sent) for name in names}
     if sent != unit and tp > 1 and not packing:
         cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
         times = {kind: each.with_casts(cast) for kind, each in times.items()}
@@ -380,10 +384,9 @@ def stack_costs(
     sizes = [BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in kinds]
     if schedule.sequence_parallel:  # the first block gets the whole input
         sizes[1:] = [BlockBytes(unit, kept_along_sequence(model, kind, tp, part), unit // tp) for kind in kinds[1:]]
-    names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
-        collectives={name: hardware.collective_seconds(name, tp, sent) + packing for name in names},
+        collectives={name: hardware.collective_seconds(name, tp, sent) + packing.get(name, 0.0) for name in names},
         sizes=tuple(sizes),
         link=link,
         contention=hardware.link(link).contention,

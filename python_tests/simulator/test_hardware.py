@@ -6,8 +6,9 @@ import pytest
 
 from oases.errors import UsageError
 from oases.plans.shape import KINDS, ModelShape
+from oases.schedule import generate
 from oases.simulator.cost import BlockTimes
-from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge, stack_costs
 from oases.simulator.links import LinkModel
 
 MODEL = ModelShape(64, 4, 4, 32)
@@ -73,6 +74,17 @@ def test_overhead_of_the_nearest_measurement_grows_with_the_layers():
     assert hardware.pass_overhead(MODEL, 2, 4, 4, layers=2) == (3, 6)
     assert hardware.pass_overhead(MODEL, 2, 8, 1, layers=1) == (0.5, 1)
     assert hardware.pass_overhead(MODEL, 4, 8, 2) == (0, 0)
+
+
+@pytest.mark.parametrize("packing", [{"int8": 1e9}, {}])
+def test_halves_of_a_quantised_sum_pack_half_as_much(packing):
+    """A reduce-scatter and an all-gather quantise and read back what an all-reduce does."""
+    free = LinkModel(0, 1e30)
+    hardware = replace(HARDWARE, device=replace(DEVICE, packing_bytes_per_second=packing), node=free)
+    costs = stack_costs(hardware, MODEL, KINDS, 2, 2, generate("sync", 2, 1), "int8")
+    whole, *halves = (costs.collectives[name] for name in ("all_reduce", "reduce_scatter", "all_gather"))
+    assert whole > 0
+    assert sum(halves) == pytest.approx(whole)
 
 
 def test_merged_profiles_keep_the_newer_of_what_both_have():
