@@ -73,7 +73,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         help="memory limit per device, e.g. 24GiB, 20GB, 900MiB (default: 96 %% of the device's, less 1 GiB for its "
         "runtime)",
     )  # fmt: skip
-    parser.add_argument("--degrees", type=_parsed(counts), metavar="N,N", help="tensor-parallel degrees to search")
+    parser.add_argument(
+        "--degrees", type=_parsed(counts), metavar="N,N",
+        help="tensor-parallel degrees to search (default: powers of two, or those that the profile has of the model)",
+    )  # fmt: skip
     parser.add_argument(
         "--micro-batches", type=_parsed(counts), metavar="N,N", help="numbers of micro-batches to search"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
@@ -30,7 +30,8 @@ MOST_MICRO_BATCHES = 4096
 
 @dataclass(frozen=True)
 class Space:
-    """Search space. degrees, micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
+    """Search space. degrees: empty for powers of two, or for those at which a traced model's blocks were measured.
+    micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
     pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
     can execute them: of models other than built-in ones, sequence parallelism where attention is sharded. wire:
@@ -82,6 +83,12 @@ class Space:
                 raise UsageError(f"{name}: give at least one value to search")
 
 
+def degrees_to_try(model: Model, hardware: Hardware, ranks: int, space: Space) -> Sequence[int]:
+    """Tensor-parallel degrees to search on so many ranks, some of which may not divide them or the model."""
+    measured = set[int]() if isinstance(model, ModelShape) else hardware.degrees_of(model)
+    return space.degrees or sorted(measured) or tuple(2**power for power in range(ranks.bit_length()))
+
+
 @dataclass(frozen=True)
 class Setting:
     """Settings shared by all blocks: stages, micro-batches, pipeline, and whether the optimizer is sharded."""
@@ -106,10 +113,9 @@ class Setting:
 
     def degrees(self, model: Model, hardware: Hardware, space: Space) -> list[int]:
         """Tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
-        wanted = space.degrees or tuple(2**power for power in range(self.stage_ranks.bit_length()))
         return [
             tp
-            for tp in wanted
+            for tp in degrees_to_try(model, hardware, self.stage_ranks, space)
             if self.stage_ranks % tp == 0
             and model.fits_degree(tp)
             and self.samples(tp) >= 1
@@ -203,8 +209,9 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
         known = [tp for tp in _divisors(world) if model.fits_degree(tp)]
         raise UsageError(
             f"cannot divide {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
-            f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
-            f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
+            f"that the model allows are {', '.join(map(str, known))}, of which powers of two are searched unless "
+            "others are named or measured, and each replica needs a whole number of samples"
+            f"{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
 
 

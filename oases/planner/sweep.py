@@ -10,7 +10,7 @@ from typing import Any
 from oases.errors import UsageError
 from oases.files import unwritable
 from oases.planner.choose import rank_plans, seconds_of
-from oases.planner.space import Space
+from oases.planner.space import Space, degrees_to_try
 from oases.plans.layered import Model
 from oases.plans.plan import Plan
 from oases.simulator.drawing import Section, write_page
@@ -58,10 +58,9 @@ class Problem:
     @property
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that the model and the hardware support."""
-        wanted = self.space.degrees or tuple(2**power for power in range(self.world.bit_length()))
         return tuple(
             tp
-            for tp in wanted
+            for tp in degrees_to_try(self.model, self.hardware, self.world, self.space)
             if self.world % tp == 0 and self.model.fits_degree(tp) and self.hardware.has_block(self.model, tp)
         )
 

@@ -232,12 +232,15 @@ class Hardware:
         """Whether this block of a traced model was measured at degree `tp`."""
         return _shape(model, model.block_name(kind), tp) in self._measured
 
+    def degrees_of(self, model: LayeredModel) -> set[int]:
+        """Degrees at which blocks of a traced model were measured."""
+        name = model.block_name(model.kind_of(0))
+        return {block.tp for block in self.blocks if block.kind == name}
+
     def has_block(self, model: Model, tp: int) -> bool:
         """Whether block times of this model at degree `tp` are available."""
         if isinstance(model, LayeredModel):
-            name = model.block_name(model.kind_of(0))
-            degrees = {block.tp for block in self.blocks if block.kind == name}
-            return not degrees or tp in degrees
+            return tp in (self.degrees_of(model) or {tp})
         if not self.blocks or not model.is_gpt:
             return True
         key = (model.hidden, model.heads, model.sequence, model.dtype, tp)

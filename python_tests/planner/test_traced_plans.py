@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
 from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.space import Setting
+from oases.planner.sweep import Problem
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.schedule import generate
 from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called, described, with_link
-from oases.simulator.hardware import stack_costs
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware import MeasuredBlock, stack_costs
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")
@@ -89,6 +92,26 @@ def test_memory_decides_what_is_recomputed(name):
     tight = rank_plans(model(name), hardware, world, 16, budget=budget, space=space)[0]
     assert max(tight.prediction.memory_bytes) <= budget
     assert tight != free
+
+
+def test_degrees_that_were_measured_are_searched():
+    shape = {**S, "num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 192, "num_key_value_heads": 6}
+    with torch.device("meta"):
+        six = trace_layers(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)), sequence=16)
+    hardware, world = cluster_called("6x3090")
+    options = Space(**ONE)
+    assert rank_plans(six, hardware, world, 12, space=options)[0].uniform_tp in (1, 2)
+    times = BlockTimes(*[1e-4] * 8)
+    blocks = tuple(
+        MeasuredBlock(six.block_name(kind), six.hidden, six.heads, 16, "float32", 3, 1.0, times)
+        for kinds in six.layer_kinds
+        for kind in kinds
+    )
+    measured = replace(hardware, blocks=blocks)
+    assert {plan.uniform_tp for plan in rank_plans(six, measured, world, 12, space=options)} == {3}
+    assert Problem(six, measured, world, 12).degrees == (3,)
+    with pytest.raises(UsageError, match="powers of two are searched unless others are named or measured"):
+        rank_plans(six, hardware, 3, 1, space=Space(**ONE | {"micro_batches": (1,)}))
 
 
 def test_layers_do_not_split_and_degrees_do_not_mix():
