@@ -332,10 +332,9 @@ def _runs_of(options: argparse.Namespace) -> list[Run]:
 
     found = _values_of(options)
     if found.get("plan") is not None:
-        if options.tp is not None:
-            raise UsageError(
-                f"the plan sets the tensor-parallel degree of every segment; leave out --tp {options.tp}"
-            )
+        for option, degree in (("--tp", options.tp), ("--pp", options.pp), ("--dp", options.dp and options.dp[-1])):
+            if degree is not None:
+                raise UsageError(f"the plan sets the degrees of every stage; leave out {option} {degree}")
         plan = read_plan(found["plan"])
         return [Run(TrainConfig(**values_for(plan, found)), plan)]
     config = TrainConfig(**found)

@@ -180,6 +180,8 @@ def test_plans_that_cannot_be_executed_are_refused():
         (None, [], "cannot be read: No such file"),
         ("{", [], "not JSON"),
         (plan_of(4, (4, 2)).to_json(), ["--tp", "2"], "leave out --tp 2"),
+        (plan_of(4, (4, 2)).to_json(), ["--dp", "2"], "leave out --dp 2"),
+        (plan_of(4, (4, 2)).to_json(), ["--pp", "1"], "leave out --pp 1"),
         (plan_of(4, (4, 2)).to_json(), ["--hidden", "512"], "hidden is 16 there and 512 here"),
         (
             plan_of(4, (4, 2)).to_json(),
