@@ -1,8 +1,9 @@
 """Search over the order of a schedule's ops, by simulated time: does any order beat those that oases generates?
 
 Simulated annealing from each generated list. A move takes one op to another place between the ops that it reads and
-those that read it, in its own pass. Blocks are equal, with shares of compute as measured of a layer of width 768; a
-block and sub-batch's op takes its share of 1 / sub-batches. Contention slows compute and link while both are active.
+those that read it, in its own pass. Blocks are equal, with assumed shares of compute (`TIMES`), not those of a
+profile; an op of a block and sub-batch takes its share of 1 / sub-batches. Contention slows compute and link while
+both are active.
 
     python benchmarks/lists.py
 """
@@ -33,7 +34,7 @@ from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result
 GENERATED = ("oases", "cross_pass")
 """Schedules that the search begins with; `fine_grained` and `sub_pipelined` are never faster."""
 TIMES = BlockTimes(0.31, 0.31, 0.03, 0.25, 0.31, 0.03, 0.33, 0.30)
-"""Shares of a block's forward and backward pass."""
+"""Assumed shares of a block's forward and backward pass."""
 WARMTH = 0.01
 """Slower lists that are accepted at first: about this share of the step."""
 
