@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.errors import UsageError
 from oases.execution.clock import Clock
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
@@ -112,6 +113,12 @@ class StageMessages:
         validate(pipeline, "stage")
         self._mesh, self._wire = mesh, wire
         self._device = torch.device(device)
+        kind = self._device.type
+        if kind != "cpu" and mesh.run is not None and f"{kind}:gloo" in dist.get_backend_config(mesh.run):
+            raise UsageError(
+                f"gloo sends no tensors of {kind} between pipeline stages; initialise the group with nccl, or with "
+                f"cpu:gloo,{kind}:staged"
+            )
         self._agree()
         self._split = {each: mesh.on_one_node(each) if split is None else split for each in set(degrees)}
         self._on_host = ""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from block_examples import WIDTH, make_stack, plain_blocks, plain_forward
 
+from oases.errors import UsageError
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import StageMessages, crossing, sends_confirmed_by, waiting_for
@@ -371,6 +372,10 @@ def check_order():
         StageMessages(mixed, mesh, [1])
     with pytest.raises(ValueError, match="2 stages with 1 parts each was given a mesh of 2 stages and 2 degrees"):
         StageMessages(good, mesh, [1, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")  # as gloo says, without a GPU
+        with pytest.raises(UsageError, match="gloo sends no tensors of cuda"):
+            StageMessages(good, mesh, [1], device="cuda")
     mesh.destroy()
 
 

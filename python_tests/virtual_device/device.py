@@ -136,12 +136,12 @@ def take() -> tuple[types.ModuleType | Gpu, torch.device]:
     if not ON_GPUS:
         loaded().set_costs()
         loaded().set_delays(0.0)
-    if name not in dist.get_backend_config():
+    kind = f"{name}:{'staged' if ON_GPUS else NAME}"
+    if kind not in dist.get_backend_config():  # gloo alone names cuda, too, of which it sends no messages
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
-        backend = f"cpu:gloo,{name}:{'staged' if ON_GPUS else NAME}"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(f"cpu:gloo,{kind}", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     index = dist.get_rank() % torch.cuda.device_count() if ON_GPUS else dist.get_rank()
     torch.accelerator.set_device_index(index)
     return Gpu() if ON_GPUS else loaded(), torch.device(name, index)
