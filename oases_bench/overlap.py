@@ -271,6 +271,8 @@ def shown(result: Result) -> Iterator[RenderableType]:
     if "ratios" in result:
         return
     yield table(_COLUMNS, _rows(result), title=_TITLE, below=_below(result))
+    if result["core_seconds"] is not None:
+        yield table(_CORE_COLUMNS, _core_rows(result), title=_CORE_TITLE, below=_CORE_BELOW)
     if "profile" in result["config"]:
         yield table(PREDICTION_COLUMNS, prediction_rows(result), title="predicted beside measured")
 
@@ -288,6 +290,18 @@ _COLUMNS = (
     "kept",
     "peak",
 )
+
+_CORE_TITLE = "where the compute thread's time goes, means over ranks and iterations"
+_CORE_COLUMNS = ("step", "all", "on its core", "displaced", "asleep")
+_CORE_BELOW = (
+    "displaced: ready while other threads had its core, such as those of collectives; asleep: waiting, as for sums\n"
+    "on its core beyond compute alone: caches, interrupts and smaller matmuls"
+)
+
+
+def _core_rows(result: Result) -> Iterator[tuple[str, ...]]:
+    for name, row in result["core_seconds"].items():
+        yield name, *(milliseconds(seconds) for seconds in (sum(row.values()), *row.values()))
 
 
 def _rows(result: Result) -> Iterator[tuple[str, ...]]:

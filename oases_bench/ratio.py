@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.profile.overlap import OverlapBench, Passes, least_compute, median_of, run_round
+from oases.profile.overlap import OverlapBench, run_round
+from oases.profile.overlap_result import Passes, least_compute, median_of
 from oases.testbed import set_rate
 
 NEAR = 0.05

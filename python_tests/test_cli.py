@@ -168,6 +168,8 @@ def test_bench_writes_its_json(ranks_at_hand, capfd, tmp_path):
     assert row["kept_units"] == row["kept_bytes"] / (4 * 32 * 64 * 4)
     assert row["formula_units"] is None
     output = capfd.readouterr()
+    spent = result["core_seconds"]  # None where the kernel does not count the time of threads
+    assert spent is None or list(spent) == ["compute alone", "side by side", "sync", "oases"]
     assert "compute alone" in output.out
     assert "profiler" not in output.err
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,29 +24,22 @@ from oases.execution.wire import NullScheduler, Scheduler
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Turn
-from oases.parallel.tunings import Tuning, candidates, label, labelled, waves_of
+from oases.parallel.tunings import Tuning, candidates, labelled, waves_of
 from oases.profile.config import DTYPES, OverlapConfig
-from oases.profile.memory import StepMemory, formula_units, measure_memory
+from oases.profile.memory import StepMemory, measure_memory
+from oases.profile.overlap_result import (
+    BESIDE,
+    PEER,
+    CoreTime,
+    Facts,
+    Passes,
+    core_clock,
+    core_seconds,
+    summarize,
+)
 from oases.reporting import names_op
-from oases.schedule import Recompute, Schedule
+from oases.schedule import Recompute
 from oases.simulator.timeline import Timeline, from_measurements
-
-_PEER, _BESIDE = "peer ", "side by side, "
-"""Prefixes of contestants' names: of peers, and of compute alone beside sums."""
-
-Passes = tuple[float, float]
-"""Seconds of the forward and of the backward pass."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Properties of a schedule found before timing. unit: bytes of the stack's input on one rank."""
-
-    schedule: Schedule
-    gradient_error: float
-    all_reduces_per_layer: float
-    memory: StepMemory
-    unit: int
 
 
 class Layers(Protocol):
@@ -274,7 +266,7 @@ class OverlapBench:
     def steps(self) -> dict[str, Callable[[], Passes]]:
         """Steps of the contestants by name, to run in turns. "auto" runs a candidate until `choose` was called."""
         found: dict[str, Callable[[], Passes]] = {"communication alone": self.communicate}
-        for prefix, beside in (("", 0), (_BESIDE, len(self.stack.blocks))):
+        for prefix, beside in (("", 0), (BESIDE, len(self.stack.blocks))):
             for name in self.compute_alone:
                 found[prefix + name] = lambda name=name, beside=beside: self.step(  # type: ignore[misc]
                     name, NullScheduler(), beside=beside
@@ -282,7 +274,7 @@ class OverlapBench:
         for name in self.schedules:
             found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:
-            found[_PEER + name] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
+            found[PEER + name] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
         return found
 
     def contestants(self) -> dict[str, Callable[[], Passes]]:
@@ -301,9 +293,10 @@ class OverlapBench:
         self.communication_cpu.clear()
         return self.steps()
 
-    def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
+    def result(self, times: dict[str, list[Passes]], cores: dict[str, list[CoreTime]]) -> dict[str, Any]:
         """Result of the benchmark from its contestants' times; see `summarize`."""
         found = summarize(self.config, self.scheduler.size, times, self.facts)
+        found["core_seconds"] = core_seconds(cores, times)
         found["communication_cpu_seconds"] = statistics.median(self.communication_cpu)
         return found if self.layers.description is None else found | {"model": self.layers.description}
 
@@ -318,79 +311,30 @@ def measure_together(
     """Run the contestants of benchmarks of one group interleaved; return the result of each."""
     contestants = [bench.contestants() for bench in benches]
     times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
+    cores: list[dict[str, list[CoreTime]]] = [{name: [] for name in each} for each in contestants]
     for iteration in range(benches[0].config.iterations):
-        for bench, named, taken in zip(benches, contestants, times, strict=True):
-            run_round(bench.group, named, taken)
+        for bench, named, taken, spent in zip(benches, contestants, times, cores, strict=True):
+            run_round(bench.group, named, taken, spent)
         if on_iteration is not None:
             on_iteration(iteration + 1)
-    return [bench.result(taken) for bench, taken in zip(benches, times, strict=True)]
+    return [bench.result(taken, spent) for bench, taken, spent in zip(benches, times, cores, strict=True)]
 
 
 def run_round(
-    group: ProcessGroup, contestants: Mapping[str, Callable[[], Passes]], times: Mapping[str, list[Passes]]
+    group: ProcessGroup,
+    contestants: Mapping[str, Callable[[], Passes]],
+    times: Mapping[str, list[Passes]],
+    cores: Mapping[str, list[CoreTime]] | None = None,
 ) -> None:
-    """Run every contestant once; append the slowest rank's seconds to `times`."""
+    """Run every contestant once; append the slowest rank's seconds to `times`, and the ranks' mean to `cores`."""
     for name, run in contestants.items():
         dist.barrier(group=group)
+        before = core_clock()
         passes = torch.tensor(run(), dtype=torch.float64)
+        spent = torch.tensor(core_clock(), dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
         dist.all_reduce(passes, dist.ReduceOp.MAX, group=group)
         times[name].append((float(passes[0]), float(passes[1])))
-
-
-def median_of(passes: Sequence[Passes]) -> tuple[float, float, float]:
-    """Median seconds of the forward pass, of the backward pass, and of both."""
-    forward, backward = zip(*passes, strict=True)
-    return statistics.median(forward), statistics.median(backward), statistics.median(f + b for f, b in passes)
-
-
-def least_compute(times: Mapping[str, Sequence[Passes]], prefix: str = "") -> tuple[float, float, float]:
-    """`median_of` compute alone: of the whole batch or of sub-batches, whichever is faster."""
-    names = (prefix + "compute alone", prefix + "compute alone, cut")
-    return min((median_of(times[name]) for name in names), key=lambda each: each[2])
-
-
-def summarize(
-    config: OverlapConfig,
-    degree: int,
-    times: dict[str, list[Passes]],
-    facts: dict[str, Facts],
-) -> dict[str, Any]:
-    """Medians and shares in seconds and bytes. `hidden` is null if sync is ideal: nothing is left to hide."""
-
-    communication, compute = median_of(times["communication alone"]), least_compute(times)
-    ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
-    sync = median_of(times["sync"])[2]
-    schedules: dict[str, dict[str, Any]] = {}
-    for name, fact in facts.items():
-        forward, backward, step = median_of(times[name])
-        schedules[name] = {
-            "step_seconds": step,
-            "forward_seconds": forward,
-            "backward_seconds": backward,
-            "speedup": sync / step,
-            "hidden": (sync - step) / (sync - ideal) if sync > ideal else None,
-            "of_ideal": ideal / step,
-            "all_reduces_per_layer": fact.all_reduces_per_layer,
-            "max_relative_gradient_error": fact.gradient_error,
-            "kept_bytes": fact.memory.kept,
-            "kept_units": fact.memory.kept / (fact.unit * config.layers),
-            "peak_bytes": fact.memory.peak,
-            "formula_units": formula_units(fact.schedule),
-        }
-        if name == "auto":
-            schedules[name]["chosen"] = label(fact.schedule)
-            schedules[name]["slower_than_sync"] = step / sync
-    peers = {}
-    for name in (name.removeprefix(_PEER) for name in times if name.startswith(_PEER)):
-        forward, backward, step = median_of(times[_PEER + name])
-        peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
-    return {
-        "config": asdict(config) | {"tp": degree},
-        "compute_seconds": compute[2],
-        "communication_seconds": communication[2],
-        "communication_over_compute": communication[2] / compute[2],
-        "ideal_seconds": ideal,
-        "side_by_side_seconds": least_compute(times, _BESIDE)[2],
-        "schedules": schedules,
-        "peers": peers,
-    }
+        if cores is not None:
+            dist.all_reduce(spent, group=group)
+            wall, on_core, displaced = (spent / dist.get_world_size(group)).tolist()
+            cores[name].append(CoreTime(on_core, displaced, wall - on_core - displaced))

@@ -1,8 +1,10 @@
 """The benchmark's result: memory beside the paper's formula, and "auto" among the contestants."""
 
 import json
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,8 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.parallel import autotune
 from oases.parallel.tunings import label
-from oases.profile.overlap import OverlapBench, Passes
+from oases.profile.overlap import OverlapBench
+from oases.profile.overlap_result import CoreTime, Passes, core_clock, core_seconds
 from oases.testing import RankPool
 from oases_bench import overlap
 from oases_bench import ratio as module
@@ -52,8 +55,9 @@ def test_auto_is_a_contestant_and_leaves_the_cache_alone(two_ranks: RankPool, tm
     unit = 4 * 8 * 32 * 4
     assert rows["oases"]["kept_units"] == rows["oases"]["kept_bytes"] / (unit * 2)
     assert rows["sync"]["kept_bytes"] < rows["oases"]["kept_bytes"]
-    (table,) = shown(result)
+    table, *cores = shown(result)
     assert table.row_count == 3
+    assert [each.row_count for each in cores] == [5] * (result["core_seconds"] is not None)
 
 
 def choose() -> tuple[list[str], str]:
@@ -212,6 +216,32 @@ def test_compute_and_sums_run_alone_and_side_by_side(two_ranks: RankPool) -> Non
             "side by side, compute alone, cut": (8, 8),
             "sync": (0, found["sync"][1]),
         }
+
+
+def core_time(work: Callable[[], object]) -> CoreTime:
+    before = core_clock()
+    work()
+    wall, on_core, displaced = (after - began for began, after in zip(before, core_clock(), strict=True))
+    return CoreTime(on_core, displaced, wall - on_core - displaced)
+
+
+@pytest.mark.skipif(math.isnan(core_clock()[1]), reason="this kernel does not count the time of threads")
+def test_a_thread_that_sleeps_is_not_on_its_core() -> None:
+    slept = core_time(lambda: time.sleep(0.1))
+    assert slept.asleep > 0.09, "what a thread ran before is counted with the next tick of the kernel's clock"
+    assert min(slept.on_core, slept.displaced) >= 0
+
+
+def test_parts_of_a_step_add_up() -> None:
+    fast = ("compute alone", "side by side, compute alone, cut", "oases", "peer torch")
+    slow = ("compute alone, cut", "side by side, compute alone", "communication alone")
+    times = {name: [(0.1 if name in fast else 0.2, 0.3)] for name in (*fast, *slow)}
+    cores = {name: [CoreTime(1.0, 0.2, 0.0), CoreTime(2.0, 0.2, 0.4)] for name in times}
+    found = core_seconds(cores, times)
+    assert found is not None
+    assert list(found) == ["compute alone", "side by side", "oases", "torch"]
+    assert found["oases"] == pytest.approx({"on_core": 1.5, "displaced": 0.2, "asleep": 0.2})
+    assert core_seconds({name: [CoreTime(math.nan, math.nan, math.nan)] for name in times}, times) is None
 
 
 @pytest.mark.long
