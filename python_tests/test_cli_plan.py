@@ -292,6 +292,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--stages", "4"], ["--stages 4", "2 layers"]),
         ([*GIVEN, "--stages", "2", "--micro-batches", "3"], ["3 micro-batches", "not an integer"]),
         ([*GIVEN, "--stages", "2", "--micro-batches", "2,4"], ["2,4", "one number"]),
+        ([*GIVEN, "--stages", "2", "--micro-batches", "1"], ["--micro-batches 1: one_f_one_b needs", "for 2 stages"]),
         ([*GIVEN, "--schedule", "nosuch"], ["'nosuch'", "oases"]),
         ([*GIVEN, "--sub-batches", "0"], ["--sub-batches", "got 0"]),
         ([*GIVEN, "--sub-batches", "64"], ["64 sub-batches"]),

@@ -23,6 +23,7 @@ from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space
+from oases.plans.check import require_micro_batches
 from oases.plans.layered import Model
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, name_or_text
@@ -216,6 +217,7 @@ def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, worl
         pipeline = name_or_text(pipeline, PLANNED, "stage", num_stages=stages, num_sub_batches=micro[0])
     except ScheduleError as error:
         raise UsageError(f"--pipeline: {error}") from error
+    require_micro_batches(f"--micro-batches {micro[0]}", pipeline, stages, micro[0])
     setting = Setting(world, batch, stages, micro[0], bool(options.zero), pipeline)
     if stages * setting.chunks > model.layers:
         raise UsageError(f"--stages {stages} of {setting.chunks} model chunks each exceed the {model.layers} layers")

@@ -36,6 +36,15 @@ def degrees_of(plan: Plan, stage: int) -> set[int]:
     return found | {plan.stages[0].segments[0].tp} if stage in plan.end_stages else found
 
 
+def require_micro_batches(of: str, pipeline: str, stages: int, micro_batches: int) -> None:
+    """Raise UsageError, which names what it is `of`, for fewer micro-batches than a pipeline by name runs with."""
+    if micro_batches < stages and pipeline not in _ANY_NUMBER and not is_text(pipeline):
+        raise UsageError(
+            f"{of}: {pipeline} needs as many micro-batches as stages, got {micro_batches} for {stages} stages; give "
+            "more, or fewer stages"
+        )
+
+
 def check(plan: Plan) -> None:
     """Raise UsageError for a plan that cannot be executed, ScheduleError for a schedule in it that cannot."""
     require_trainable(plan.model)
@@ -44,11 +53,7 @@ def check(plan: Plan) -> None:
         raise UsageError(
             f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
         )
-    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER and not is_text(plan.pipeline):
-        raise UsageError(
-            f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
-            "stages; give more, or fewer stages"
-        )
+    require_micro_batches("plan", plan.pipeline, stages, plan.micro_batches)
     require_places(name_of(plan.pipeline), len(plan.parts), plan.micro_batches)
     for number in range(stages):
         require_nested(degrees_of(plan, number))

@@ -1,11 +1,14 @@
-"""Models in stages whose modes, callers and numbers of samples change from step to step, beside one process."""
+"""Models in stages whose modes, callers, lengths and numbers of samples change between steps, beside one process."""
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from autotp.staged import mesh_of
 from torch import nn
 
 import oases
+from oases.autotp.export import twin_of
+from oases.autotp.pipeline import units
 
 WIDTH = 8
 
@@ -92,3 +95,13 @@ def of_unequal_replicas():
 
 def test_replicas_may_have_other_numbers_of_samples(two_ranks):
     two_ranks.run(of_unequal_replicas)
+
+
+def test_shapes_of_ever_new_lengths_are_not_all_kept(monkeypatch):
+    monkeypatch.setattr(units, "MOST_KNOWN", 3)
+    known = units.Units(twin_of(nn.ModuleDict({"unit": nn.Linear(2, 5)})), ["unit"])
+    for length in (1, 2, 3, 4, 1):
+        given, tree = pytree.tree_flatten(((torch.zeros(length, 2),), {}))
+        (result,), _ = known._result_of("unit", given, tree)
+        assert result.shape == (length, 5)
+    assert len(known._shapes) == 3

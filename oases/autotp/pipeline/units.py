@@ -66,6 +66,10 @@ class Pass:
         return [self.values[value] for value in self.crossings.passed_on(self.part)]
 
 
+MOST_KNOWN = 1 << 14
+"""Calls of units whose shapes are kept: samples of ever new lengths would fill the memory."""
+
+
 class Units:
     """Units of a model, with fake copies that know the shapes of results that are not computed here."""
 
@@ -120,6 +124,8 @@ class Units:
         device = next((each.device.type for each in given if isinstance(each, Tensor)), "cpu")
         key = (unit, str(tree), form, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         if key not in self._shapes:
+            if len(self._shapes) >= MOST_KNOWN:
+                del self._shapes[next(iter(self._shapes))]
             args, kwargs = pytree.tree_unflatten([without_data(each) for each in given], tree)
             with running_without_data(), unrecorded(self._twins[unit]):
                 self._shapes[key] = pytree.tree_flatten(self._twins[unit](*args, **kwargs))
