@@ -344,6 +344,8 @@ def _below(result: Result) -> str:
     if "gpt" in result:
         shares = (f"{name} {row['speedup_over_gpt']:.3f}" for name, row in result["schedules"].items())
         lines.append(f"speed-up over the built-in GPT's of its sizes: {', '.join(shares)}")
+    if result["core_seconds"] is None:
+        lines.append("where the compute thread's time goes is not known: this kernel does not count it")
     if "auto" in result["schedules"]:
         lines.append(f"auto chose {result['schedules']['auto']['chosen']}")
     return "\n".join(lines)

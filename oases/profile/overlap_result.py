@@ -17,7 +17,7 @@ from oases.schedule import Schedule
 
 PEER, BESIDE = "peer ", "side by side, "
 """Prefixes of contestants' names: of peers, and of compute alone beside sums."""
-_COMPUTE = ("compute alone", "compute alone, cut")
+_COMPUTE, _COMMUNICATION = ("compute alone", "compute alone, cut"), "communication alone"
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
@@ -41,6 +41,8 @@ def core_clock() -> tuple[float, float, float]:
     try:
         on_core, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except OSError:  # not Linux, or a kernel without CONFIG_SCHED_INFO
+        on_core = ready = "0"
+    if on_core == "0":  # a kernel that has it off
         return wall, math.nan, math.nan
     return wall, int(on_core) / 1e9, int(ready) / 1e9
 
@@ -75,7 +77,8 @@ def core_seconds(
     None where the kernel does not count it.
     """
     alone = {_faster(times): "compute alone", _faster(times, BESIDE): "side by side"}
-    rest = {name: name.removeprefix(PEER) for name in times if "alone" not in name}
+    others = (_COMMUNICATION, *(prefix + name for prefix in ("", BESIDE) for name in _COMPUTE))
+    rest = {name: name.removeprefix(PEER) for name in times if name not in others}
     found = {
         shown: CoreTime(*(statistics.mean(part) for part in zip(*cores[name], strict=True)))._asdict()
         for name, shown in (alone | rest).items()
@@ -96,7 +99,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Medians and shares in seconds and bytes. `hidden` is null if sync is ideal: nothing is left to hide."""
 
-    communication, compute = median_of(times["communication alone"]), least_compute(times)
+    communication, compute = median_of(times[_COMMUNICATION]), least_compute(times)
     ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
     sync = median_of(times["sync"])[2]
     schedules: dict[str, dict[str, Any]] = {}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -232,14 +233,22 @@ def test_a_thread_that_sleeps_is_not_on_its_core() -> None:
     assert min(slept.on_core, slept.displaced) >= 0
 
 
+def test_no_time_is_told_where_the_kernel_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in ("0 0 0\n", OSError()):
+        monkeypatch.setattr(Path, "read_text", Mock(side_effect=[said]))
+        wall, *counted = core_clock()
+        assert wall > 0
+        assert all(math.isnan(each) for each in counted)
+
+
 def test_parts_of_a_step_add_up() -> None:
-    fast = ("compute alone", "side by side, compute alone, cut", "oases", "peer torch")
+    fast = ("compute alone", "side by side, compute alone, cut", "oases", "alone.txt", "peer torch")
     slow = ("compute alone, cut", "side by side, compute alone", "communication alone")
     times = {name: [(0.1 if name in fast else 0.2, 0.3)] for name in (*fast, *slow)}
     cores = {name: [CoreTime(1.0, 0.2, 0.0), CoreTime(2.0, 0.2, 0.4)] for name in times}
     found = core_seconds(cores, times)
     assert found is not None
-    assert list(found) == ["compute alone", "side by side", "oases", "torch"]
+    assert list(found) == ["compute alone", "side by side", "oases", "alone.txt", "torch"]
     assert found["oases"] == pytest.approx({"on_core": 1.5, "displaced": 0.2, "asleep": 0.2})
     assert core_seconds({name: [CoreTime(math.nan, math.nan, math.nan)] for name in times}, times) is None
 
