@@ -386,6 +386,7 @@ class Penalised(nn.Module):
 
 
 def penalised():
+    torch.manual_seed(0)
     spec = oases.ParallelSpec(inputs=((torch.empty(3, 8),), {}))
     return said(lambda: oases.parallelize(Penalised(), mesh=mesh_of(2, 1, 1), spec=spec).train_step(torch.ones(8, 8)))
 

@@ -166,6 +166,7 @@ def test_labels():
 
 def check_layers():
     reset_all_totals()
+    torch.manual_seed(0)
     x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
     named = make_stack(plain_blocks(3), dist.group.WORLD, layer_of=[0, 0, 1], name="t5 decoder")
     joint = make_stack(plain_blocks(2), dist.group.WORLD, layer_of=range(2))
