@@ -20,14 +20,14 @@ from typing import Any, Literal, cast
 
 from rich.console import RenderableType
 
+from oases.core.schedule import Op, Schedule, generate
+from oases.core.schedule.validate import needs, validate
 from oases.errors import UsageError
-from oases.schedule import Op, Schedule, generate
-from oases.schedule.validate import needs, validate
+from oases.models.options import option
 from oases.simulator.cost import BlockTimes, StackCosts
 from oases.simulator.program import Contention
 from oases.simulator.simulate import simulate
 from oases.terminal import progress, table
-from oases.train.model_options import option
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result
 

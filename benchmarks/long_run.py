@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import oases
+from oases.distributed.mesh import Mesh
 from oases.launch.ranks import RankOptions, run_ranks
-from oases.parallel.mesh import Mesh
 from oases.terminal import console, table
-from oases.train.config import Degrees, TrainConfig
-from oases.train.metrics import StepReport
-from oases.train.plan import Run
-from oases.train.trainer import Trainer
+from oases_train.config import Degrees, TrainConfig
+from oases_train.metrics import StepReport
+from oases_train.plan import Run
+from oases_train.trainer import Trainer
 
 SAVE_EVERY = 50
 SIZES: dict[str, Any] = {

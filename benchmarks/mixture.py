@@ -29,9 +29,6 @@ from oases.moe.costs import Costs
 from oases.moe.placement import make_placement, owner_only, owner_ranks
 from oases.moe.placement_state import MoEStatistics
 from oases.terminal import progress, table
-from oases.train.config import TrainConfig, option
-from oases.train.load_replay import METHODS, rb
-from oases.train.trainer import Trainer
 from oases_bench.command_line import script
 from oases_bench.harness import (
     BenchConfig,
@@ -46,6 +43,9 @@ from oases_bench.harness import (
     timed_step,
     times,
 )
+from oases_train.config import TrainConfig, option
+from oases_train.load_replay import METHODS, rb
+from oases_train.trainer import Trainer
 
 LOADS = ("natural", "forced", "even")
 

@@ -31,10 +31,10 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import write
 from oases.terminal import console, percent, progress, table
 from oases.testbed import with_nodes
-from oases.train.config import option
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, signed_percent
 from oases_bench.overlap_predictions import costs_of, model_of
+from oases_train.config import option
 
 SCHEDULES = ("sync", "cross_pass", "oases")
 APART = 0.05

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
+from oases.core.execution.group import ProcessGroup
+from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.mesh import Mesh
+from oases.distributed.planned_stack import PlannedStack
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
-from oases.parallel.gradient_averaging import GradientAverager
-from oases.parallel.mesh import Mesh
-from oases.parallel.planned_stack import PlannedStack
 from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.predict import Predictor
 from oases.planner.space import Space, settings
@@ -34,11 +34,11 @@ from oases.profile.links import LinkBench, collectives_of, fitted_link, probes, 
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel, Sample
 from oases.terminal import percent, progress
-from oases.train.config import option
 from oases_bench.command_line import script
 from oases_bench.harness import Benchmark, Ranks, Result, checked_settings, first_rank
 from oases_bench.stage_steps import EmulatedConfig, timed_block
 from oases_bench.timed_block import TimedBlock
+from oases_train.config import option
 
 FINALISTS = 6
 """The fastest plans of the first round, which are measured again in turns with the planner's choice."""

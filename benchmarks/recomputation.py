@@ -18,18 +18,16 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor
 
+from oases.core.schedule import ScheduleError
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.parallel.mesh import Mesh
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation, as_much_as_fits
 from oases.plans.plan import Plan, Segment, Stage
 from oases.profile.memory import measure_memory
-from oases.schedule import ScheduleError
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
 from oases.terminal import progress
-from oases.train.config import config_for, option
-from oases.train.trainer import Trainer
 from oases_bench.command_line import script
 from oases_bench.harness import (
     Benchmark,
@@ -42,6 +40,8 @@ from oases_bench.harness import (
     interleave,
 )
 from oases_bench.stage_steps import EmulatedConfig, PlannedSteps, stages_table
+from oases_train.config import config_for, option
+from oases_train.trainer import Trainer
 
 _FREE = LinkModel(0.0, 1e12)
 """Messages between the stages are small beside the compute."""

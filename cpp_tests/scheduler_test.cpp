@@ -226,7 +226,7 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
   EXPECT_NE(message.find("rank 0 waited for all_reduce of F 3.1 (4000 bytes"), std::string::npos) << message;
 }
 
-// The protocol of the threads of oases/execution/failure.py, with the ranks' states exchanged in memory.
+// The protocol of the threads of oases/core/execution/failure.py, with the ranks' states exchanged in memory.
 TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
   std::atomic<int> halted{0}, ended{0};
   std::vector<oases::HaltState> states(3);

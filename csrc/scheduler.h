@@ -157,7 +157,7 @@ class OverlapScheduler {
   std::string waiting_for() const;
 
   // After a rank failed, a thread on every rank brings all ranks to the same collective, by these calls in
-  // this order; the protocol is in oases/execution/failure.py. The main thread takes no part: its calls throw
+  // this order; the protocol is in oases/core/execution/failure.py. The main thread takes no part: its calls throw
   // from halt() on.
   //
   // Starts no more collectives; callers wait for resume() and then get `failure`, as an OutOfMemoryError if

@@ -6,33 +6,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 _PUBLIC = {
-    "OverlappedColumnLinear": "oases.parallel",
-    "OverlappedColwiseParallel": "oases.parallel",
-    "OverlappedRowwiseParallel": "oases.parallel",
-    "OverlappedEmbedding": "oases.parallel",
+    "OverlappedColumnLinear": "oases.layers",
+    "OverlappedColwiseParallel": "oases.layers",
+    "OverlappedRowwiseParallel": "oases.layers",
+    "OverlappedEmbedding": "oases.layers",
     "OverlappedMoE": "oases.moe.layer",
-    "OverlappedRowLinear": "oases.parallel",
-    "OverlappedStack": "oases.parallel",
-    "ParallelDropout": "oases.parallel",
+    "OverlappedRowLinear": "oases.layers",
+    "OverlappedStack": "oases.layers",
+    "ParallelDropout": "oases.layers",
     "ParallelSpec": "oases.autotp",
-    "causal_attention": "oases.parallel",
-    "clip_grad_norm": "oases.parallel",
+    "causal_attention": "oases.layers",
+    "clip_grad_norm": "oases.layers",
     "full_state_dict": "oases.autotp",
-    "load_checkpoint": "oases.train.checkpoint.parallelized",
+    "load_checkpoint": "oases.checkpoint.parallelized",
     "load_weights": "oases.autotp",
-    "make_optimizer": "oases.parallel",
-    "nccl_options": "oases.parallel",
-    "parallel_cross_entropy": "oases.parallel",
+    "make_optimizer": "oases.layers",
+    "nccl_options": "oases.layers",
+    "parallel_cross_entropy": "oases.layers",
     "parallelize": "oases.autotp",
     "plan": "oases.planner",
-    "quantized_hook": "oases.parallel",
-    "report": "oases.parallel",
-    "S2Reducer": "oases.sparse",
-    "s2_hook": "oases.sparse",
-    "save_checkpoint": "oases.train.checkpoint.parallelized",
+    "quantized_hook": "oases.layers",
+    "report": "oases.layers",
+    "S2Reducer": "oases_sparse",
+    "s2_hook": "oases_sparse",
+    "save_checkpoint": "oases.checkpoint.parallelized",
     "save_pretrained": "oases.autotp",
-    "Trainer": "oases.train.trainer",
-    "TrainConfig": "oases.train.config",
+    "Trainer": "oases_train.trainer",
+    "TrainConfig": "oases_train.config",
     "UsageError": "oases.errors",
 }
 
@@ -70,9 +70,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from oases.autotp import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
+    from oases.checkpoint.parallelized import load_checkpoint, save_checkpoint
     from oases.errors import UsageError
-    from oases.moe.layer import OverlappedMoE
-    from oases.parallel import (
+    from oases.layers import (
         OverlappedColumnLinear,
         OverlappedColwiseParallel,
         OverlappedEmbedding,
@@ -88,11 +88,11 @@ if TYPE_CHECKING:
         quantized_hook,
         report,
     )
+    from oases.moe.layer import OverlappedMoE
     from oases.planner import plan
-    from oases.sparse import S2Reducer, s2_hook
-    from oases.train.checkpoint.parallelized import load_checkpoint, save_checkpoint
-    from oases.train.config import TrainConfig
-    from oases.train.trainer import Trainer
+    from oases_sparse import S2Reducer, s2_hook
+    from oases_train.config import TrainConfig
+    from oases_train.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:
@@ -119,7 +119,7 @@ def _register_backends() -> None:
         return
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        from oases.execution.group import make_staged
+        from oases.core.execution.group import make_staged
 
         return make_staged(store, rank, size, timeout)
 

@@ -51,7 +51,7 @@ def _destroy_groups() -> None:
     Groups that are named after their ranks stay without their monitors, because the next one of that name would read
     stale addresses.
     """
-    from oases.execution.failure import stop_monitor  # not before the pool's functions import it
+    from oases.core.execution.failure import stop_monitor  # not before the pool's functions import it
 
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPTConfig
 from oases_bench.harness import parse_peers
 

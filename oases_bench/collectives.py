@@ -18,8 +18,8 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.models.options import option, require_bytes
 from oases.terminal import table
-from oases.train.model_options import option, require_bytes
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,

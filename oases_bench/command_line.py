@@ -21,9 +21,9 @@ from oases.cli.options import (
     require_writable,
     write_json,
 )
+from oases.core.schedule import ScheduleError
 from oases.errors import UsageError
 from oases.launch.ranks import run_ranks
-from oases.schedule import ScheduleError
 from oases.terminal import console
 from oases_bench.harness import Benchmark, Ranks
 

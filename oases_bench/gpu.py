@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import RenderableType
 
+from oases.core.execution.clock import Clock
 from oases.errors import UsageError
-from oases.execution.clock import Clock
 from oases.files import write_text
 from oases.kernels import bias_gelu, permute, swiglu
 from oases.kernels.norm import bias_dropout_residual_norm
@@ -30,9 +30,9 @@ from oases.launch.ranks import RankOptions, run_ranks
 from oases.profile.overlap import OverlapBench
 from oases.terminal import console
 from oases.testbed import Backend
-from oases.train.config import option
 from oases_bench.harness import BenchConfig, Benchmark, Ranks
 from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
+from oases_train.config import option
 
 Result = dict[str, Any]
 _COMMON: dict[str, Any] = {

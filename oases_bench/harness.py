@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
+from oases.core.execution.group import all_gather_objects
 from oases.errors import UsageError
-from oases.execution.group import all_gather_objects
 from oases.launch.ranks import require_agreement
 from oases.limits import flag_of
 from oases.terminal import progress

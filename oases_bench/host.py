@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 import oases
 from oases.autotp.parallelization import parallelize
+from oases.core.blocks.batch import BlockInputs
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
 from oases.launch.ranks import RankOptions, run_ranks
+from oases.layers import OverlappedStack
 from oases.limits import MOST_LAYERS
 from oases.models.gpt import GPTConfig, transformer_blocks
-from oases.parallel import OverlappedStack
-from oases.parallel.batch import BlockInputs
+from oases.models.options import option, require_bytes, require_choices
 from oases.terminal import progress, table
 from oases.testbed import Backend
-from oases.train.model_options import option, require_bytes, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 DEGREE = 2

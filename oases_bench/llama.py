@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import oases
-from oases.schedule.tensor import WHOLE
+from oases.core.schedule.tensor import WHOLE
 from oases_bench.harness import timed_step
 
 IGNORED = -100

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from oases.execution.group import ProcessGroup
+from oases.core.execution.group import ProcessGroup
 from oases_bench.llama import IGNORED, LlamaShape, LlamaSteps, Stage, names_in_model, stages_of, targets
 
 

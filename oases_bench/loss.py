@@ -18,17 +18,17 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
+from oases.core.dtypes import CODES, WIRES
+from oases.core.execution.group import scheduler_of
 from oases.errors import UsageError
-from oases.execution.group import scheduler_of
 from oases.kernels.quantized import dequantize, dequantize_sum, quantize
-from oases.parallel import sharded_parameters
-from oases.plans.shape import CODES, WIRES
+from oases.layers import sharded_parameters
+from oases.models.options import Degrees, option
 from oases.terminal import progress, table
-from oases.train.config import TrainConfig
-from oases.train.model_options import Degrees, option
-from oases.train.plan import Run
-from oases.train.trainer import Trainer
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, checked_settings, first_rank, gather_objects
+from oases_train.config import TrainConfig
+from oases_train.plan import Run
+from oases_train.trainer import Trainer
 
 NUMBERS = 1 << 22
 """Numbers that the kernels are timed with: 16 MiB, more than fits a core's own cache."""

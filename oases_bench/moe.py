@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.errors import UsageError
+from oases.models.options import require_bytes
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.layer import OverlappedMoE
@@ -25,9 +26,6 @@ from oases.moe.placement import Integers, make_placement, owner_ranks
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
-from oases.train.config import option
-from oases.train.load_replay import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
-from oases.train.model_options import require_bytes
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,
@@ -42,6 +40,8 @@ from oases_bench.harness import (
     times,
 )
 from oases_bench.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
+from oases_train.config import option
+from oases_train.load_replay import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
 
 
 def _rescaled(counts: Integers, slots: int) -> Integers:

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.core.schedule import generate_pipeline
+from oases.core.schedule.pipeline import chunks_of
+from oases.core.schedule.tensor import WHOLE
 from oases.graph.trace import trace_layers
 from oases.planner.predict import Predictor
 from oases.plans.layered import LayeredModel
@@ -15,9 +18,6 @@ from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
 from oases.profile.config import ProfileConfig
 from oases.profile.links import LinkBench, Probe
-from oases.schedule import generate_pipeline
-from oases.schedule.pipeline import chunks_of
-from oases.schedule.tensor import WHOLE
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel

@@ -22,15 +22,14 @@ from rich.console import RenderableType
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.pipeline.building import DIMENSIONS
+from oases.core.dtypes import WIRES
+from oases.core.schedule import ScheduleError, generate_pipeline
+from oases.core.schedule.pipeline import chunks_of
+from oases.core.schedule.tensor import GENERATORS
 from oases.errors import UsageError
-from oases.plans.shape import WIRES
 from oases.profile.memory import measure_memory
-from oases.schedule import ScheduleError, generate_pipeline
-from oases.schedule.pipeline import chunks_of
-from oases.schedule.tensor import GENERATORS
 from oases.terminal import table
 from oases.testbed import Nodes, link_bytes_per_second
-from oases.train.config import option
 from oases_bench.baselines import require_installed
 from oases_bench.emulation import EmulatedDevice, emulated_device
 from oases_bench.harness import (
@@ -46,6 +45,7 @@ from oases_bench.harness import (
 )
 from oases_bench.llama import LlamaShape, LlamaSteps, OursLlama
 from oases_bench.node_predictions import Predictions
+from oases_train.config import option
 
 AXES = ("data", "pipeline", "tensor")
 PEERS = {

@@ -13,15 +13,14 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import RenderableType
 
+from oases.core.execution.group import ProcessGroup
+from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
-from oases.parallel.expert_groups import EXPERT_MODES
 from oases.plans.layered import Model
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
 from oases.simulator.hardware_file import read_hardware
 from oases.terminal import percent, progress, table
-from oases.train.config import option
 from oases_bench.baselines import make_baseline, parse_baselines, require_baseline
 from oases_bench.emulation import EmulatedDevice, emulated_device
 from oases_bench.harness import (
@@ -43,6 +42,7 @@ from oases_bench.overlap_predictions import (
 )
 from oases_bench.ratio import NEAR, TRIALS, RatioLink
 from oases_bench.unedited_layers import UneditedLayers, of_model
+from oases_train.config import option
 
 MALLOCS = ("keep", "trim")
 """Memory that is freed stays with the process, or goes back to the system as by default: contestants that allocate a

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from oases.core.execution.communication import WIRE_DTYPES
+from oases.core.schedule import Schedule, exchanging
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
@@ -15,13 +17,11 @@ from oases.plans.layered import LayeredModel, Model
 from oases.plans.shape import ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
-from oases.schedule import Schedule, exchanging
 from oases.simulator import simulate
 from oases.simulator.cost import StackCosts
 from oases.simulator.drawing import Section, draw_timelines, write_page
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.timeline import Timeline
-from oases.train.config import WIRE_DTYPES
 from oases_bench.harness import Result, milliseconds, signed_percent
 
 

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
+from oases.core.execution.communication import quantised_type
+from oases.core.execution.executor import Context
+from oases.core.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
+from oases.distributed.mesh import Mesh
+from oases.distributed.messages import StageMessages
 from oases.errors import UsageError
-from oases.execution.executor import Context
-from oases.execution.wire import quantised_type
-from oases.parallel import OverlappedStack
-from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages
-from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
+from oases.layers import OverlappedStack
 from oases.simulator import simulate
-from oases.train.config import option
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,
@@ -36,6 +35,7 @@ from oases_bench.harness import (
 from oases_bench.stage_baselines import PIPELINE_BASELINES, TorchPipeline, stage_of_blocks
 from oases_bench.stage_steps import StageSteps, stages_table
 from oases_bench.timed_block import BlockSeconds, TimedBlock
+from oases_train.config import option
 
 _REFERENCE = "one_f_one_b"
 _BACKWARD = 2.0

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.autotp import parallelize
+from oases.core.execution.clock import Clock
+from oases.core.execution.group import ProcessGroup, group_of
+from oases.distributed.mesh import Mesh
+from oases.distributed.optimizer import make_optimizer
 from oases.errors import UsageError
-from oases.execution.clock import Clock
-from oases.execution.group import ProcessGroup, group_of
 from oases.graph.trace import trace_configuration, trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration
-from oases.parallel.mesh import Mesh
-from oases.parallel.optimizer import make_optimizer
 from oases.planner import Predictor, Space, rank_plans
 from oases.plans.layered import LayeredModel
 from oases.plans.plan import BUCKET_BYTES, Plan, Prediction
@@ -43,7 +43,6 @@ from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel, Sample
 from oases.simulator.program import Contention
 from oases.terminal import progress, table
-from oases.train.config import option
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,
@@ -63,6 +62,7 @@ from oases_bench.scaled_plans import (
     scaled_layers,
     scaled_plan,
 )
+from oases_train.config import option
 
 KINDS = ("any", "tp", "zero", "fsdp", "pp")
 """Parts of the search space, by which a cell may be narrowed; "any" is all of it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
 from oases.profile.overlap import OverlapBench, run_round
 from oases.profile.overlap_result import Passes, least_compute, median_of
 from oases.testbed import set_rate

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.core.execution.weight_gradient import DeferredGradients, active_deferral
 from oases.errors import UsageError
-from oases.execution.weight_gradient import DeferredGradients, active_deferral
 from oases.graph.trace.configuration import configuration
 from oases.plans.layered import LayeredModel
 from oases.plans.plan import Plan, Segment, Stage

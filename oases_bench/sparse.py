@@ -21,13 +21,13 @@ from rich.console import RenderableType
 from oases.errors import UsageError
 from oases.kernels.sparse import bitmap_unpack
 from oases.limits import flag_of
-from oases.sparse.gradient import DenseRows
-from oases.sparse.sketch import Sketch
+from oases.models.options import option, require_bytes, require_choices
 from oases.terminal import percent, progress, table
-from oases.train.model_options import option, require_bytes, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
 from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
+from oases_sparse.gradient import DenseRows
+from oases_sparse.sketch import Sketch
 
 WARM_UP = 4
 """Steps before those that count: buckets are built anew after the first, and PowerSGD starts with the third."""

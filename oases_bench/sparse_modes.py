@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from oases.errors import UsageError
-from oases.sparse import S2Reducer, s2_hook
+from oases_sparse import S2Reducer, s2_hook
 
 OURS: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oases.errors import UsageError
-from oases.train.data import Corpus, TextCorpus
+from oases_train.data import Corpus, TextCorpus
 
 if TYPE_CHECKING:
     from oases_bench.sparse import SparseBenchConfig

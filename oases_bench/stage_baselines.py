@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oases.execution.group import ProcessGroup, group_rank
+from oases.core.execution.group import ProcessGroup, group_rank
 from oases_bench.harness import timed_step
 from oases_bench.timed_block import TimedBlock
 

@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup, group_size
+from oases.core.schedule import Schedule
+from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.mesh import Mesh
+from oases.distributed.messages import StageMessages
+from oases.distributed.pipeline import StageRunner
+from oases.distributed.planned_stack import PlannedStack
 from oases.errors import UsageError
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.gradient_averaging import GradientAverager
-from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages
-from oases.parallel.pipeline import StageRunner
-from oases.parallel.planned_stack import PlannedStack
 from oases.plans.check import pipeline_of
 from oases.plans.layered import Model
 from oases.plans.plan import Plan
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.memory import measure_memory
-from oases.schedule import Schedule
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, table
-from oases.train.config import option
 from oases_bench.harness import BenchConfig, Result, gather_objects, milliseconds, signed_percent, timed_step, times
 from oases_bench.timed_block import BlockSeconds, TimedBlock
+from oases_train.config import option
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy as np
 from rich.console import RenderableType
 
 from oases.errors import UsageError
+from oases.models.options import option
 from oases.terminal import progress, table
-from oases.train.model_options import option
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 PENALTIES = ("scad", "mcp", "lsp", "capped_l1", "l1")

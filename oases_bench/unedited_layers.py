@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from oases.autotp import parallelize
 from oases.autotp.export import leaves
 from oases.autotp.runner import Runner
+from oases.core.blocks.batch import BlockInputs
+from oases.core.execution.autotune import Turn
+from oases.core.execution.communication import Scheduler
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup
-from oases.execution.wire import Scheduler
 from oases.graph.trace.configuration import (
     configuration,
     configured_model,
@@ -26,10 +28,8 @@ from oases.graph.trace.configuration import (
     sample_inputs,
     with_layers,
 )
-from oases.parallel.autotune import Turn
-from oases.parallel.batch import BlockInputs
+from oases.models.options import require_bytes
 from oases.profile.config import DTYPES
-from oases.train.model_options import require_bytes
 
 if TYPE_CHECKING:
     from oases_bench.overlap import OverlapBenchConfig

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from oases.execution import failure
+from oases.core.execution import failure
 from oases.launch.ranks import RankOptions
 from oases.testbed import Backend
 from oases.testing import RankPool

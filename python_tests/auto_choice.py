@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oases.parallel import autotune
+from oases.core.execution import autotune
 
 
 @contextmanager

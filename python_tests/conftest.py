@@ -9,6 +9,7 @@ os.environ["OASES_SCHEDULE"] = "oases"  # for "auto", whose bits depend on time;
 import torch
 from at_hand import RanksAtHand, poll_often
 from script_ranks import ScriptRanks
+from training_runs import corpus, deep_plain_run, plain_run  # noqa: F401  (fixtures)
 
 import oases.terminal
 from oases.launch import fork_server
@@ -20,7 +21,7 @@ RANKS_OVER = os.environ.get("OASES_TEST_BACKEND", "staged")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 fork_server.MODULES += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
-    "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
+    "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases_train.trainer",
 ]  # fmt: skip
 
 

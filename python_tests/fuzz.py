@@ -47,7 +47,7 @@ def seeds_of(name: str) -> list[bytes]:
     """Valid inputs of a parser."""
     import input_mutations as valid
 
-    from oases.train.config import TrainConfig
+    from oases_train.config import TrainConfig
 
     texts: dict[str, Callable[[], list[Any]]] = {
         "plan": valid.plans,
@@ -70,7 +70,10 @@ def seeds_of(name: str) -> list[bytes]:
 
 def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     """The parser, called with an input's bytes. It raises AssertionError where what was read is not read again."""
+    from oases.checkpoint.metadata import RECORD, Metadata
+    from oases.checkpoint.reader import CheckpointReader
     from oases.cli.plan_options import counts, parse_bytes
+    from oases.core.schedule import format_schedule, parse_schedule, read_schedule
     from oases.graph.layer_graph import LayerGraph, read_graph
     from oases.graph.trace.configuration import read_configuration
     from oases.moe.traces import replay
@@ -78,15 +81,12 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.plans.check import check
     from oases.plans.plan import Plan, read_plan
     from oases.safetensors_files import _weight_map
-    from oases.schedule import format_schedule, parse_schedule, read_schedule
     from oases.simulator.cluster import cluster_called
     from oases.simulator.hardware_file import read_hardware
     from oases.simulator.hardware_file import to_json as hardware_json
     from oases.testbed import Backend, link_bytes_per_second
-    from oases.train.checkpoint.metadata import RECORD, Metadata
-    from oases.train.checkpoint.reader import CheckpointReader
-    from oases.train.config import TrainConfig
-    from oases.train.logs import StepLog, last_logged_step
+    from oases_train.config import TrainConfig
+    from oases_train.logs import StepLog, last_logged_step
 
     path = folder / {"yaml": "input.yaml", "record": RECORD, "metadata": ".metadata"}.get(name, "input")
 
@@ -171,8 +171,8 @@ class Findings:
 
     def _reason(self, data: bytes) -> tuple[str, str]:
         """Describe what is wrong with how an input ends, with its traceback; empty for nothing."""
+        from oases.core.schedule import ScheduleError
         from oases.errors import UsageError
-        from oases.schedule import ScheduleError
 
         start, reason, text = time.process_time(), "", ""
         try:
@@ -190,7 +190,7 @@ def fuzz(name: str, seconds: float, seed: int, folder: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["oases", "yaml"], enable_loader_override=False):
-        import oases.train.config  # noqa: F401  (and most that it needs)
+        import oases_train.config  # noqa: F401  (and most that it needs)
     from input_mutations import mutated
 
     corpus, words = folder / "corpus", folder / "words"

@@ -5,13 +5,13 @@ import pickle
 from random import Random
 from typing import Any
 
+from oases.core.schedule import GENERATORS, PIPELINES, format_schedule, generate, generate_pipeline
+from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
-from oases.schedule import GENERATORS, PIPELINES, format_schedule, generate, generate_pipeline
-from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware_file import to_json as hardware_json
-from oases.train.config import TrainConfig
-from oases.train.plan import plan_from_degrees
+from oases_train.config import TrainConfig
+from oases_train.plan import plan_from_degrees
 
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.5, 1e-300, 1e300, "", "x", "\0",

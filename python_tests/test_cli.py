@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from oases import cli, testbed
 from oases.cli.options import COMMANDS
-from oases.schedule import format_schedule, generate
+from oases.core.schedule import format_schedule, generate
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from command_line import fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli
-from oases.schedule import format_schedule, generate, generate_experts, generate_pipeline, parse_schedule
+from oases.core.schedule import format_schedule, generate, generate_experts, generate_pipeline, parse_schedule
 from oases.simulator import simulate
 
 LISTS = {

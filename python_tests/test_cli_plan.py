@@ -10,11 +10,11 @@ from command_line import GIVEN, MODEL, fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli
+from oases.core.schedule import format_schedule
+from oases.core.schedule.pipeline import one_f_one_b
 from oases.planner import choose
 from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
-from oases.schedule import format_schedule
-from oases.schedule.pipeline import one_f_one_b
 
 PROFILE = {
     "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,

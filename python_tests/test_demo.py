@@ -1,7 +1,7 @@
 """`oases demo` on a machine that was busy."""
 
-from oases.cli import demo
 from oases.simulator.timeline import Span, Timeline
+from oases_train import demo_command as demo
 
 
 def result(of_ideal):

@@ -12,6 +12,7 @@ import torch
 from resident_memory import limited_memory
 
 from oases.cli import plan_options
+from oases.core.schedule import ScheduleError, read_schedule
 from oases.errors import UsageError
 from oases.files import parse_json, read_json, read_lines, read_text, write_text
 from oases.graph.layer_graph import LayerGraph, read_graph
@@ -21,13 +22,12 @@ from oases.moe.traces import Recorder, generate, replay
 from oases.plans.plan import read_plan
 from oases.safetensors_files import _weight_map as read_index
 from oases.safetensors_files import write_header
-from oases.schedule import ScheduleError, read_schedule
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
-from oases.train.config import TrainConfig
-from oases.train.logs import StepLog
-from oases.train.plan import plan_from_degrees
+from oases_train.config import TrainConfig
+from oases_train.logs import StepLog
+from oases_train.plan import plan_from_degrees
 
 PARSERS = {
     "plan": read_plan,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-RUNTIME = ("oases.parallelize", "oases.parallel.OverlappedStack", "oases.models.GPT", "oases.Trainer")
+RUNTIME = ("oases.parallelize", "oases.layers.OverlappedStack", "oases.models.GPT", "oases.Trainer")
 EACH_IN_A_FORK = f"""
 import os, torch, torch._dynamo
 for name in {RUNTIME}:
     if os.fork() == 0:
-        import oases, oases.models, oases.parallel
+        import oases, oases.models, oases.layers
         eval(name)
         import sys
         print(name, [name for name in sys.modules if name.startswith("oases.planner")], flush=True)
@@ -33,6 +33,9 @@ def test_the_runtime_loads_no_planner():
     [
         ("oases", "oases_bench", ["cli/bench.py"]),
         ("oases", "oases_svm", ["svm.py"]),
+        ("oases", "oases_sparse", ["__init__.py"]),
+        ("oases", "oases_train", ["__init__.py", "cli/loads.py"]),
+        ("oases_sparse", "oases_train", []),
         ("oases_svm", "oases", ["vertex.py"]),
         ("oases_svm", "oases_bench", []),
     ],

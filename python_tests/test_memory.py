@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.wire import NullScheduler
+from oases.core.execution.communication import NullScheduler
+from oases.core.schedule import Schedule, generate
+from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
-from oases.parallel import OverlappedStack
 from oases.profile.memory import StepMemory, formula_units, measure_memory
-from oases.schedule import Schedule, generate
 from oases.testing import RankPool
 
 CPU = torch.device("cpu")

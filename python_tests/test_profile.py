@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from oases import cli
+from oases.core.execution.executor import Context
+from oases.core.schedule import Op, generate
 from oases.errors import UsageError
-from oases.execution.executor import Context
+from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
-from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
 from oases.profile.links import TRIES, LinkBench, Probe, fitted_link, ranks_per_node, sizes
 from oases.profile.run import Surroundings, of_model, run_profile
-from oases.schedule import Op, generate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.links import LinkModel, Sample, wire_bytes

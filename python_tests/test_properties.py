@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from input_mutations import hardware, mutated, plans, schedules, small_graph
 
-from oases.errors import UsageError
-from oases.graph.layer_graph import LayerGraph
-from oases.plans.check import check
-from oases.plans.plan import Plan
-from oases.schedule import (
+from oases.checkpoint import retention
+from oases.checkpoint.files import write
+from oases.checkpoint.metadata import Metadata
+from oases.checkpoint.resume import starting_checkpoint
+from oases.core.schedule import (
     GENERATORS,
     PIPELINES,
     ScheduleError,
@@ -30,17 +30,17 @@ from oases.schedule import (
     parse_schedule,
     validate,
 )
-from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
-from oases.schedule.validate import needs, validate_ranks
+from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
+from oases.core.schedule.validate import needs, validate_ranks
+from oases.errors import UsageError
+from oases.graph.layer_graph import LayerGraph
+from oases.plans.check import check
+from oases.plans.plan import Plan
 from oases.simulator import simulate
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
-from oases.train.checkpoint import retention
-from oases.train.checkpoint.files import write
-from oases.train.checkpoint.metadata import Metadata
-from oases.train.checkpoint.resume import starting_checkpoint
-from oases.train.config import TrainConfig
-from oases.train.plan import plan_from_degrees
+from oases_train.config import TrainConfig
+from oases_train.plan import plan_from_degrees
 
 PLAIN = settings(
     derandomize=True, database=None, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck)

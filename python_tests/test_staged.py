@@ -16,8 +16,8 @@ import torch.distributed as dist
 from staged_cases import FLOATS, random_cases
 
 import oases
+from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
-from oases.parallel import OverlappedStack
 from oases.testing import RankPool
 
 OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)

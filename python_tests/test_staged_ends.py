@@ -26,7 +26,7 @@ from oases.launch.agents import loopback_store
 def endless(rank: int, size: int, nodes: int, port: int, group: int, timeout: timedelta, connection: Any) -> None:
     """Collectives and messages for ever; sends the first error to the parent."""
     fork_server.release_signals()
-    from oases.execution.group import make_staged
+    from oases.core.execution.group import make_staged
 
     torch.set_num_threads(1)
     local = {"LOCAL_WORLD_SIZE": size // nodes, "WORLD_SIZE": size, "GROUP_RANK": rank // (size // nodes)}

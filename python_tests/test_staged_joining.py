@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.execution.group import scheduler_of
+from oases.core.execution.group import scheduler_of
 from oases.extension import QuantizedBackend, single_process_backend, staged_backend
 
 NOBODY = 65534

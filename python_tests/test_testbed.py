@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from oases import testbed
+from oases.core.execution.group import scheduler_of
 from oases.errors import UsageError
-from oases.execution.group import scheduler_of
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.testbed import Backend, link, link_bytes_per_second
 

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("oases", "oases_bench", "oases_svm", "benchmarks", "build_tools", "examples", "python_tests")
+FOLDERS = (
+    "oases",
+    "oases_bench",
+    "oases_sparse",
+    "oases_svm",
+    "oases_train",
+    "benchmarks",
+    "build_tools",
+    "examples",
+    "python_tests",
+)
 OPENING = re.compile(r"^ *\"\"\"((What|Which|Who|How|Of|As)\b.*)", re.MULTILINE)
 GONE = re.compile(r"\b(put off|had here|mend|mended|perceptron)\b", re.IGNORECASE)
 KEEPS_THEM = ("python_tests/test_words.py", "python_tests/mutation_list/")

@@ -16,8 +16,8 @@ from math import exp, inf, log
 
 import numpy as np
 
+from oases.core.schedule import generate
 from oases.plans.shape import KINDS, BlockKind, ModelShape
-from oases.schedule import generate
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel, Sample, fit_link

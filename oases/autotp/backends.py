@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.core.execution.group import ProcessGroup, all_gather_objects, resolve
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, all_gather_objects, resolve
 
 _NUMBERS = 1 << 20
 """float32 numbers of an all-reduce that is timed: 4 MB, some thousand tokens of a layer."""

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.experts import ExpertMlp
+from oases.core.execution.communication import WireType
+from oases.core.execution.failure import FailureMonitor, monitor_of
+from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.core.execution.propagation import fail_together
+from oases.distributed.expert_groups import ExpertGroups, expert_groups
+from oases.distributed.mesh import Mesh
+from oases.distributed.replicas import DATA_DIMENSIONS
 from oases.errors import UsageError
-from oases.execution.failure import FailureMonitor, monitor_of
-from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
-from oases.execution.propagation import fail_together
-from oases.execution.wire import WireType
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
@@ -48,9 +51,6 @@ from oases.moe.recomputation import is_recomputation
 from oases.moe.router import Routing
 from oases.moe.token_shards import shard_bounds
 from oases.moe.transfer import Transfer, tie
-from oases.parallel.expert_groups import ExpertGroups, expert_groups
-from oases.parallel.mesh import Mesh
-from oases.parallel.replicas import DATA_DIMENSIONS
 
 _STATE = "_oases_balanced"
 """Attribute of an expert module that holds its `BalancedExperts`; private, so that a layer looks the same with it."""

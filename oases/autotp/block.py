@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from oases.autotp.balanced import BalancedExperts, TokenExchange, state_of
 from oases.autotp.program import Program, mangled
-from oases.execution.group import HoldsGroup, ProcessGroup
+from oases.core.blocks.sharding import Cut
+from oases.core.execution.group import HoldsGroup, ProcessGroup
 from oases.moe.dispatch import AllToAll
-from oases.parallel.sharding import Cut
 
 Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 """(activation of a sub-batch, the call's other leaves for it) -> program."""
@@ -183,7 +183,7 @@ class GraphBlock(HoldsGroup, nn.Module):
 
 
 class BlockExchange:
-    """A sub-batch of a block that sends tokens to experts; see `oases.parallel.exchanges`."""
+    """A sub-batch of a block that sends tokens to experts; see `oases.core.blocks.exchanges`."""
 
     dispatch: _Carrier
     combine: _Carrier

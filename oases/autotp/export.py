@@ -30,9 +30,9 @@ from oases.autotp.rewrites import (
     without_in_place,
 )
 from oases.autotp.watched_call import WatchedCall
+from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
 from oases.graph.trace.as_run import CallCounter, traced_as_run
-from oases.parallel.fsdp import COMPUTED_IN
 
 
 class UnsplittableError(Exception):

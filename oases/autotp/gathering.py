@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.core.blocks.sharding import Cut
+from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.distributed.mesh import run_of
+from oases.distributed.shard_map import ModelTensor, TensorShard, tensors_of_model
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
-from oases.parallel.mesh import run_of
-from oases.parallel.shard_map import ModelTensor, TensorShard, tensors_of_model
-from oases.parallel.sharding import Cut
 
 
 def gather_state(

@@ -25,9 +25,9 @@ from oases.autotp.signatures import LayerSignature, layer_signatures, whole_part
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.standalone import StandaloneForward
 from oases.autotp.tools.adapters import FIRST, whole_twin
+from oases.core.blocks.sharding import Cut, cuts
+from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size
 from oases.errors import OverlapError, UsageError
-from oases.execution.group import ProcessGroup, group_name, group_of, group_size
-from oases.parallel.sharding import Cut, cuts
 from oases.plans.plan import Plan
 
 Found = list[tuple[LayerList, list[LayerSignature | UnsplittableError]]]

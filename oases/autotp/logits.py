@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from oases.execution.group import ProcessGroup, group_name, group_of
-from oases.parallel.collectives import all_gather_cut, gather
-from oases.parallel.loss import parallel_cross_entropy
-from oases.parallel.sharding import Cut
+from oases.core.blocks.sharding import Cut
+from oases.core.execution.group import ProcessGroup, group_name, group_of
+from oases.distributed.collectives import all_gather_cut, gather
+from oases.layers.loss import parallel_cross_entropy
 
 LABEL = "vocabulary logits"
 """Label in `oases.report()` of the collectives that gather full logits."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.splitter import enter, reduce
-from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
-from oases.execution.weight_gradient import linear
-from oases.parallel.collectives import all_reduce
-from oases.parallel.collectives import reduce as summed
-from oases.parallel.dropout import masked
-from oases.parallel.linear import under_autocast
+from oases.core.blocks.dropout import masked
+from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.core.execution.weight_gradient import linear
+from oases.distributed.collectives import all_reduce
+from oases.distributed.collectives import reduce as summed
+from oases.layers.linear import under_autocast
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,19 @@ from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
 from oases.autotp.preconditions import checkpoints
+from oases.core.execution.agreement import is_sampled, samples_of
+from oases.core.execution.failure import monitor_of
+from oases.core.execution.group import (
+    ProcessGroup,
+    all_gather_objects,
+    group_name,
+    group_of,
+    group_size,
+    scheduler_of,
+)
+from oases.core.execution.piece import BlockParameters, default_generators
+from oases.core.execution.propagation import watch_passes
 from oases.errors import UsageError
-from oases.execution.agreement import is_sampled, samples_of
-from oases.execution.failure import monitor_of
-from oases.execution.group import ProcessGroup, all_gather_objects, group_name, group_of, group_size, scheduler_of
-from oases.execution.piece import BlockParameters, default_generators
-from oases.execution.propagation import watch_passes
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""

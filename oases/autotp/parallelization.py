@@ -43,18 +43,18 @@ from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh,
 from oases.autotp.tools.recomputation import recomputing_options
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
+from oases.core.dtypes import AUTO_LOSSY
+from oases.core.execution.communication import WireType, quantised_type, wire_type
+from oases.core.execution.group import ProcessGroup, group_size, resolve
+from oases.core.execution.piece import require_compiler
+from oases.core.schedule import Schedule
+from oases.distributed.expert_groups import EXPERT_MODES
+from oases.distributed.guards import register_stage
+from oases.distributed.mesh import Mesh
+from oases.distributed.precision import require_dtype, set_needs
+from oases.distributed.replicas import average_replicas, data_parallel_group
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size, resolve
-from oases.execution.piece import require_compiler
-from oases.execution.wire import WireType, quantised_type, wire_type
-from oases.parallel.expert_groups import EXPERT_MODES
-from oases.parallel.guards import register_stage
-from oases.parallel.mesh import Mesh
-from oases.parallel.precision import require_dtype, set_needs
-from oases.parallel.replicas import average_replicas, data_parallel_group
 from oases.plans.plan import AUTO, Plan
-from oases.plans.shape import AUTO_LOSSY
-from oases.schedule import Schedule
 
 
 def parallelize(

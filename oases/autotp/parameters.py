@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from oases.core.blocks.sharding import Cut, cuts, register_shards
+from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.distributed.expert_groups import ExpertGroups, declare_experts
+from oases.distributed.guards import register_replaced
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
-from oases.parallel.expert_groups import ExpertGroups, declare_experts
-from oases.parallel.guards import register_replaced, register_shards
-from oases.parallel.sharding import Cut, cuts
 
 
 def cut_parameters(

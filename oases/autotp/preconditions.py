@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import LayerList, first_leaf
 from oases.autotp.signatures import LayerSignature
+from oases.core.execution.group import ProcessGroup, all_gather_objects, group_size, resolve
+from oases.core.schedule import Schedule, is_text
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, all_gather_objects, group_size, resolve
-from oases.parallel.mesh import Mesh
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel
 from oases.plans.plan import Experts, Plan, Segment
-from oases.schedule import Schedule, is_text
 
 _SAMPLED = 4096
 """Elements per tensor that are compared across ranks; another seed changes all of them."""
@@ -144,7 +144,7 @@ def tensor_parallel_group(
     if plan is not None and group_size(group) != plan.stages[0].segments[0].tp:
         raise UsageError(
             f"plan: its tensor-parallel degree is {plan.stages[0].segments[0].tp}, the mesh has {group_size(group)} "
-            "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
+            "ranks; give the mesh of the plan, oases.distributed.mesh.Mesh.of(plan)"
         )
     return group, options
 

@@ -23,16 +23,16 @@ from oases.autotp.program import Program
 from oases.autotp.signatures import LayerSignature
 from oases.autotp.splitter import ABSENT
 from oases.autotp.standalone import StandaloneForward
+from oases.core.blocks.attention import is_causal_mask
+from oases.core.blocks.batch import BlockInputs
+from oases.core.blocks.randomness import hash_of
+from oases.core.blocks.stack import OverlappedStack
+from oases.core.blocks.tunings import asked_for
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup
+from oases.core.schedule import Schedule
 from oases.errors import UsageError
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup
-from oases.parallel.attention import is_causal_mask
-from oases.parallel.batch import BlockInputs
-from oases.parallel.randomness import hash_of
-from oases.parallel.stack import OverlappedStack
-from oases.parallel.tunings import asked_for
 from oases.plans.plan import AUTO
-from oases.schedule import Schedule
 
 
 class Pending(Tensor):

@@ -46,8 +46,8 @@ from oases.autotp.shapes import Segments
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
+from oases.core.blocks.sharding import Cut
 from oases.errors import UsageError
-from oases.parallel.sharding import Cut
 
 _VARYING = (varying_shapes, varying_lengths, None)
 """Dynamic lengths to try in turn: all, all but the batch, none."""

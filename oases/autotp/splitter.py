@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from oases.autotp.export import Exported, UnsplittableError, shape_of
 from oases.autotp.shapes import Copied, Segments, copies_of
-from oases.parallel.sharding import Cut
+from oases.core.blocks.sharding import Cut
 
 
 @dataclass(frozen=True)

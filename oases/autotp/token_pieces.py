@@ -20,7 +20,7 @@ from oases.autotp.export import UnsplittableError
 from oases.autotp.lowering import block_linear
 from oases.autotp.splitter import Split
 from oases.autotp.tokens import Tokens, cuts_of_mask, is_attention, lengths_of, mask_of
-from oases.parallel.attention import causal_attention
+from oases.core.blocks.attention import causal_attention
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from oases.autotp.logits import VocabularyLogits
-from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size
-from oases.parallel.chunks import Chunks, NumChunks
-from oases.parallel.embedding import look_up
-from oases.parallel.guards import register_shards
-from oases.parallel.linear import under_autocast
-from oases.parallel.sharding import Cut
+from oases.core.blocks.sharding import Cut, register_shards
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size
+from oases.layers.chunks import Chunks, NumChunks
+from oases.layers.embedding import look_up
+from oases.layers.linear import under_autocast
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from oases import __version__
 from oases.cli.options import COMMANDS, Parser, command, fail, require_writable
+from oases.core.schedule import ScheduleError
 from oases.errors import ExtensionError, UsageError
 from oases.limits import require_arguments
-from oases.schedule import ScheduleError
 
 _COMPLETION = "--print-completion"
 
@@ -65,7 +65,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     asked = [name for name in given[:1] if name in COMMANDS]
     if asked or any(argument.startswith(_COMPLETION) for argument in given[:1]):
         for module in dict.fromkeys(COMMANDS[name].module for name in asked or COMMANDS):
-            importlib.import_module(f"oases.cli.{module}").add(commands)
+            importlib.import_module(module).add(commands)
     else:
         for name in COMMANDS:
             command(commands, name)

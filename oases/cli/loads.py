@@ -12,7 +12,7 @@ from oases.cli.options import add_options, command, config_from, require_writabl
 
 def add(commands: Any) -> None:
     """Add the command."""
-    from oases.train.load_replay import LoadsConfig
+    from oases_train.load_replay import LoadsConfig
 
     loads = command(commands, "loads")
     loads.add_argument("trace", help="trace file of oases train --record-loads")
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
 
 def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console, table
-    from oases.train.load_replay import HEADER, LoadsConfig, compare_placements, table_rows, write_loads
+    from oases_train.load_replay import HEADER, LoadsConfig, compare_placements, table_rows, write_loads
 
     require_writable("--html", options.html)
     result = compare_placements(options.trace, config_from(LoadsConfig, options))

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli.options import write_json
-from oases.errors import UsageError
-from oases.files import write_text
-from oases.schedule import (
+from oases.core.schedule import (
     EXPERT_SCHEDULES,
     GENERATORS,
     Schedule,
@@ -20,7 +18,9 @@ from oases.schedule import (
     read_schedule,
     resolve_experts,
 )
-from oases.schedule.validate import SORTS
+from oases.core.schedule.validate import SORTS
+from oases.errors import UsageError
+from oases.files import write_text
 from oases.simulator import Timeline, simulate
 from oases.simulator.quantities import seconds_text
 

@@ -81,21 +81,31 @@ def is_first_rank() -> bool:
 
 
 class Command(NamedTuple):
-    """A command's module in `oases.cli`, and its help."""
+    """A command's module, which has `add(commands)`, and its help."""
 
     module: str
     help: str
 
 
 COMMANDS = {
-    "demo": Command("train", "train a GPT over a slow link with synchronous and overlapped collectives, and compare"),
-    "train": Command("train", "train a GPT on text with data, pipeline and tensor parallelism, or by a plan"),
-    "export": Command("train", "export the weights of a checkpoint to one safetensors file"),
-    "bench": Command("bench", "run a benchmark on this machine"),
-    "loads": Command("loads", "compare expert placements on the token loads of oases train --record-loads"),
-    "profile": Command("profile", "measure blocks, links and contention of this machine, for plan and simulate"),
-    "plan": Command("plan", "find the fastest plan that fits in memory: degrees, schedules, recomputation; no GPU"),
-    "simulate": Command("simulate", "predict a training step on a cluster of any size without running it; no GPU"),
+    "demo": Command(
+        "oases_train.command", "train a GPT over a slow link with synchronous and overlapped collectives, and compare"
+    ),
+    "train": Command(
+        "oases_train.command", "train a GPT on text with data, pipeline and tensor parallelism, or by a plan"
+    ),
+    "export": Command("oases_train.command", "export the weights of a checkpoint to one safetensors file"),
+    "bench": Command("oases.cli.bench", "run a benchmark on this machine"),
+    "loads": Command("oases.cli.loads", "compare expert placements on the token loads of oases train --record-loads"),
+    "profile": Command(
+        "oases.cli.profile", "measure blocks, links and contention of this machine, for plan and simulate"
+    ),
+    "plan": Command(
+        "oases.cli.plan", "find the fastest plan that fits in memory: degrees, schedules, recomputation; no GPU"
+    ),
+    "simulate": Command(
+        "oases.cli.simulate", "predict a training step on a cluster of any size without running it; no GPU"
+    ),
 }
 """Commands in the order of the help."""
 

@@ -12,6 +12,8 @@ from rich.table import Table
 from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.core.dtypes import LOSSY
+from oases.core.schedule.pipeline import name_of
 from oases.errors import UsageError, make_folder
 from oases.files import write_text
 from oases.planner.choose import rank_plans
@@ -23,8 +25,6 @@ from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
-from oases.plans.shape import LOSSY
-from oases.schedule.pipeline import name_of
 from oases.simulator.cluster import described
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from oases.core.dtypes import LOSSY, WIRES
 from oases.errors import UsageError
 from oases.plans.layered import Model
-from oases.plans.shape import ELEMENT_BYTES, LOSSY, MODELS, WIRES, ModelShape, model_called
+from oases.plans.shape import ELEMENT_BYTES, MODELS, ModelShape, model_called
 from oases.simulator.cluster import ONE_NODE, cluster_called, known_clusters, with_link
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware

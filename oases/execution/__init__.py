@@ -1,1 +1,5 @@
-"""Executor of schedules: runs a list of ops, independent of layers and models."""
+"""Old path of modules that have moved (oases/moved.py)."""
+
+from oases.moved import forward
+
+__getattr__ = forward(__name__)

@@ -1,6 +1,6 @@
 """Kernels of quantised numbers: 8 or 4 bits each, and an fp32 scale per block of 128 (csrc/quantize_kernels.h).
 
-A wire is the name of a type, such as "int8" or "int4:rotated:stochastic" (`oases.execution.wire`). Packed numbers are
+A wire is the name of a type, such as "int8" or "int4:rotated:stochastic" (`oases.core.dtypes`). Packed numbers are
 the codes of all blocks, then the blocks' scales. A block with a NaN or an infinity comes back as NaN. CPU and CUDA
 give the same bytes. No function has a gradient.
 """

@@ -200,7 +200,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
             options.exit_code.value = SAVED_EXIT_CODE
         _leave(SAVED_EXIT_CODE)
     except Exception as error:
-        from oases.execution.failure import lost_a_rank
+        from oases.core.execution.failure import lost_a_rank
 
         if lost_a_rank(error):
             lost = "the connection to the ranks' store is lost: " * isinstance(error, dist.DistNetworkError)
@@ -236,7 +236,7 @@ def _join(options: RankOptions, local_rank: int) -> None:
     if options.backend.cuda:  # ranks of NCCL have a GPU each; those of staged may share one
         torch.cuda.set_device(local_rank if nccl else local_rank % torch.cuda.device_count())
     if nccl:
-        from oases.execution.group import nccl_options
+        from oases.core.execution.group import nccl_options
 
         extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
     timeout = timedelta(seconds=options.timeout_seconds)
@@ -329,8 +329,8 @@ def _take_core(rank: int, size: int, *, alone: bool = True) -> None:
 def _waiting_for() -> str:
     if not dist.is_initialized():
         return ""
-    from oases.execution.group import scheduler_of
-    from oases.parallel import messages
+    from oases.core.execution.group import scheduler_of
+    from oases.distributed import messages
 
     # A plan has several groups; torch lists all of this process.
     groups = list(dist.distributed_c10d._world.pg_map)

@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.core.blocks.fused_norm import PreNormBlock
+from oases.core.execution.executor import Context
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
+from oases.distributed.fsdp import FsdpUnit
+from oases.distributed.mesh import Mesh
+from oases.distributed.planned_stack import BlockMaker, PlannedStack
+from oases.distributed.reshard import reshard
+from oases.distributed.sharded_gradients import ShardedGradientAverager
 from oases.errors import UsageError
-from oases.execution.executor import Context
-from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
-from oases.limits import require_numbers
-from oases.parallel import (
+from oases.layers import (
     OverlappedColumnLinear,
     OverlappedEmbedding,
     OverlappedRowLinear,
     causal_attention,
     parallel_cross_entropy,
 )
-from oases.parallel.fsdp import FsdpUnit
-from oases.parallel.fused_norm import PreNormBlock
-from oases.parallel.mesh import Mesh
-from oases.parallel.planned_stack import BlockMaker, PlannedStack
-from oases.parallel.reshard import reshard
-from oases.parallel.sharded_gradients import ShardedGradientAverager
+from oases.limits import require_numbers
 from oases.plans.check import check
 from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage
 
@@ -260,7 +260,7 @@ class Decoder(HoldsGroup, nn.Module):
     def shard_weights(
         self, dtype: torch.dtype | None = None, *, keep: bool = False, gradient_wire: str = ""
     ) -> ShardedGradientAverager:
-        """Shard every weight over the data-parallel ranks of `parts` (`oases.parallel.fsdp`).
+        """Shard every weight over the data-parallel ranks of `parts` (`oases.distributed.fsdp`).
 
         Call it after moving the model to its device. dtype, keep: see `FsdpUnit`. gradient_wire: see
         `ShardedGradientAverager`. Embedding, norm and head stay gathered from their first use in a step until its

@@ -14,16 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.execution.group import ProcessGroup, resolve
+from oases.core.execution.group import ProcessGroup, resolve
+from oases.core.schedule.experts import resolve_experts
+from oases.distributed.mesh import Mesh
+from oases.distributed.planned_stack import BlockMaker, PlannedStack
 from oases.models.gpt import Attention, Decoder, GPTConfig, in_order, plan_of_one_stage
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
-from oases.parallel.mesh import Mesh
-from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment
-from oases.schedule.experts import resolve_experts
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Ops of blocks of experts on tensors: N, E, P, RN, RE, BN and BE, and their transfers.
 
 N b and E b are pieces of the autograd graph, so the backward pass runs in schedule order instead of autograd's, and
-transfers start and end where the schedule has them. Names as in `oases.schedule.experts`.
+transfers start and end where the schedule has them. Names as in `oases.core.schedule.experts`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from oases.execution.executor import Step
-from oases.execution.group import ProcessGroup, group_rank
-from oases.execution.piece import Leaves, Piece, RandomStates, method_of
+from oases.core.execution.executor import Step
+from oases.core.execution.group import ProcessGroup, group_rank
+from oases.core.execution.piece import Leaves, Piece, RandomStates, method_of
 from oases.moe.dispatch import (
     AllToAll,
     DispatchPlan,

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from oases.execution.call import ScheduledCall
-from oases.execution.executor import Context
-from oases.execution.failure import FailureMonitor
+from oases.core.blocks.gathering import UnitGatherer
+from oases.core.execution.call import ScheduledCall
+from oases.core.execution.executor import Context
+from oases.core.execution.failure import FailureMonitor
+from oases.distributed.fsdp import FsdpUnit
 from oases.moe.blocks import ExpertWork
 from oases.moe.dispatch import RoutingError
 from oases.moe.program import ExpertParameters, ExpertProgram
-from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 
 
 class ExpertCall(ScheduledCall):

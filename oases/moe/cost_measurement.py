@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from oases.execution.clock import Clock, synchronize
-from oases.execution.group import ProcessGroup, group_size, scheduler_of
-from oases.execution.wire import WireType
+from oases.core.execution.clock import Clock, synchronize
+from oases.core.execution.communication import WireType
+from oases.core.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.distributed.collectives import all_reduce
 from oases.moe.costs import Costs
 from oases.moe.dispatch import wire_bytes
 from oases.moe.experts import ExpertWeights, compute
 from oases.moe.placement_data import Placement, owner_only
 from oases.moe.transfer import Transfer
-from oases.parallel.collectives import all_reduce
 
 ROWS = 128
 """Maximum tokens of the measured expert."""

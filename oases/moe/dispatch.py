@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
-from oases.execution.wire import WireType, add_wire
+from oases.core.dtypes import WIRE_BYTES
+from oases.core.execution.communication import WireType, add_wire
+from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
 from oases.moe.placement_data import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
-from oases.plans.shape import WIRE_BYTES
 
 
 class RoutingError(RuntimeError):

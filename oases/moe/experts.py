@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.core.blocks.sharding import register_shards
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.errors import UsageError
-from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.moe.placement_data import owner_ranks
-from oases.parallel.guards import register_shards
 
 
 class ExpertWeights(NamedTuple):

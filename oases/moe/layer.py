@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from oases.errors import UsageError
-from oases.execution.failure import FailsTogether
-from oases.execution.group import (
+from oases.core.execution.communication import WireType, wire_type
+from oases.core.execution.failure import FailsTogether
+from oases.core.execution.group import (
     ProcessGroup,
     group_name,
     group_of,
@@ -25,8 +25,8 @@ from oases.execution.group import (
     refuse_capture,
     resolve,
 )
-from oases.execution.propagation import fail_together
-from oases.execution.wire import WireType, wire_type
+from oases.core.execution.propagation import fail_together
+from oases.errors import UsageError
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
@@ -64,7 +64,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
     capacity_factor: see `Router`. load_group: ranks whose load moves the router's bias, where the whole group is
     replicated; default: process_group. tensor_group: tensor-parallel ranks, with equal inputs and outputs; each
     computes a share of the tokens. All of them are in process_group, or this rank alone is. wire_dtype: type in which
-    tokens and their gradients are sent, see `oases.execution.wire.wire_type`. device, dtype: of the parameters.
+    tokens and their gradients are sent, see `oases.core.dtypes`. device, dtype: of the parameters.
 
     Replicated parameters (router, shared expert) are broadcast at the start, and their gradients are local: average
     them over the ranks, as for any data parallelism. An expert's gradient at its owner is the sum over all tokens of

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
+from oases.core.execution.failure import known_monitor
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.failure import known_monitor
-from oases.execution.group import ProcessGroup
 from oases.moe.costs import Costs
 from oases.moe.dispatch import ExpertCounts
 from oases.moe.forecast import Planner

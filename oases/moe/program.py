@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from oases.execution.executor import Program
-from oases.execution.piece import BlockParameters
+from oases.core.execution.executor import Program
+from oases.core.execution.piece import BlockParameters
+from oases.core.schedule import Op
 from oases.moe.layer import OverlappedMoE
-from oases.schedule import Op
 
 
 class ExpertBlock(Protocol):

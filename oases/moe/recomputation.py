@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oases.execution.call import refuse_second_derivatives
-from oases.execution.failure import FailureMonitor, monitor_of
-from oases.execution.group import ProcessGroup, group_of, group_size, scheduler_of
-from oases.execution.propagation import watch_group
+from oases.core.execution.call import refuse_second_derivatives
+from oases.core.execution.failure import FailureMonitor, monitor_of
+from oases.core.execution.group import ProcessGroup, group_of, group_size, scheduler_of
+from oases.core.execution.propagation import watch_group
 from oases.moe.dispatch import RoutingError
 from oases.moe.placement_data import Integers, Placement
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.core.execution.group import ProcessGroup
+from oases.distributed.collectives import all_reduce
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
 from oases.kernels.permute import histogram
-from oases.parallel.collectives import all_reduce
 
 Gate = Literal["softmax", "sigmoid"]
 GATES = ("softmax", "sigmoid")

@@ -11,12 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from oases.core.blocks.checks import BlockList, BypassedHooks
+from oases.core.blocks.stack_call import leaves_of
+from oases.core.execution.call import apply_call
+from oases.core.execution.executor import Context
+from oases.core.execution.failure import FailsTogether
+from oases.core.execution.group import ProcessGroup, refuse_capture
+from oases.core.execution.propagation import fail_together
+from oases.core.schedule import Schedule, generate_experts, validate
+from oases.distributed.fsdp import FsdpUnit
 from oases.errors import UsageError
-from oases.execution.call import apply_call
-from oases.execution.executor import Context
-from oases.execution.failure import FailsTogether
-from oases.execution.group import ProcessGroup, refuse_capture
-from oases.execution.propagation import fail_together
 from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
 from oases.moe.cost_measurement import mean_seconds, measure_costs
@@ -26,10 +30,6 @@ from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.moe.recomputation import begin_call
-from oases.parallel.call import leaves_of
-from oases.parallel.checks import BlockList, BypassedHooks
-from oases.parallel.fsdp import FsdpUnit
-from oases.schedule import Schedule, generate_experts, validate
 
 _BYPASSED = (OverlappedMoE, Experts)
 """Modules whose weights a stack reads without a call."""

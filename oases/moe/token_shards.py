@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.core.blocks.sharding import Cut
+from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.distributed.collectives import all_reduce, gather, scatter
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size
-from oases.parallel.collectives import all_reduce, gather, scatter
-from oases.parallel.sharding import Cut
 
 
 def experts_are_shared(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:

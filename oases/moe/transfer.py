@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.moe.experts import ExpertWeights
 from oases.moe.placement_data import Placement
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from oases.core.schedule import WHOLE, exchanging
 from oases.errors import UsageError
 from oases.planner.space import Space
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
 from oases.plans.shape import AnyKind
-from oases.schedule import WHOLE, exchanging
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import program_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from oases.core.schedule import is_text
+from oases.core.schedule.pipeline import name_of
 from oases.planner.choose import seconds_of
 from oases.planner.predict import LARGEST_PROGRAM, Predictor
 from oases.planner.recomputation import num_layers, recomputing
 from oases.plans.plan import Plan, Stage
-from oases.schedule import is_text
-from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
 from oases.simulator.peaks import peak_flops
 from oases.simulator.timeline import Timeline

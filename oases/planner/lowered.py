@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from oases.core.schedule import Op, Schedule, exchanging
 from oases.planner.memory import divided
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
 from oases.plans.shape import GRADIENT_BYTES, AnyKind
-from oases.schedule import Op, Schedule, exchanging
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import lower
 from oases.simulator.program import Compute, Instruction, Start, Wait

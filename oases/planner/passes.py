@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+from oases.core.schedule.pipeline import read_stage
 from oases.errors import UsageError
 from oases.planner.ends import embedding, embedding_backward, exposed, head
 from oases.planner.gradients import AT_THE_END, Gradients, GradientSums
@@ -26,7 +27,6 @@ from oases.planner.memory import (
 from oases.planner.pass_costs import OPTIMIZER, SENT, PartCosts, PassCost, StageCosts
 from oases.plans.plan import Part, Plan
 from oases.plans.shape import GRADIENT_BYTES
-from oases.schedule.pipeline import read_stage
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from oases.core.schedule.pipeline import enough, in_flight
 from oases.errors import UsageError
 from oases.plans.plan import Plan, Stage
-from oases.schedule.pipeline import enough, in_flight
 from oases.simulator.quantities import bytes_text
 
 PeakBytes = Callable[[Plan, int], float]

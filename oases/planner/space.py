@@ -8,13 +8,14 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import isqrt
 
+from oases.core.dtypes import WIRES
+from oases.core.schedule import PIPELINES
+from oases.core.schedule.pipeline import chunks_of, enough, in_flight, parts_on, passes, read_stage
+from oases.core.schedule.schedule import Pass, StageReading
 from oases.errors import UsageError
 from oases.limits import MOST_PLACES
 from oases.plans.layered import Model
-from oases.plans.shape import WIRES, ModelShape
-from oases.schedule import PIPELINES
-from oases.schedule.pipeline import chunks_of, enough, in_flight, parts_on, passes, read_stage
-from oases.schedule.schedule import Pass, StageReading
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 
 MAX_STAGES = 64

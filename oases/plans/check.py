@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from oases.core.schedule import Schedule, is_text
+from oases.core.schedule.experts import resolve_experts
+from oases.core.schedule.pipeline import name_of, require_places, resolve_pipeline
 from oases.errors import UsageError
 from oases.plans.layered import Model
 from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import Experts
-from oases.schedule import Schedule, is_text
-from oases.schedule.experts import resolve_experts
-from oases.schedule.pipeline import name_of, require_places, resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that also work with fewer micro-batches than stages."""

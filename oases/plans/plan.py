@@ -18,16 +18,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from oases.core.dtypes import WIRES
+from oases.core.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
+from oases.core.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes
+from oases.core.schedule.schedule import stage_of
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
 from oases.plans.fields import layered_model, listed, made
 from oases.plans.layered import Model
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import WIRES, Experts, ModelShape
-from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
-from oases.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes
-from oases.schedule.schedule import stage_of
+from oases.plans.shape import Experts, ModelShape
 
 __all__ = [
     "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "ModelShape", "Part", "Plan", "Prediction", "Segment", "Stage",

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
-from oases.schedule import WHOLE, Schedule, ScheduleError, from_text, generate, is_text, sequence_parallel
-
-AUTO: Final = "auto"
-"""Schedule that is chosen by measuring several on the first steps."""
+from oases.core.schedule import AUTO, WHOLE, Schedule, ScheduleError, from_text, generate, is_text, sequence_parallel
 
 generated = lru_cache(maxsize=512)(generate)
 """Cached `generate`: a search asks for the same lists many times."""

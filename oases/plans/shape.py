@@ -5,33 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from oases.core.schedule import from_text, is_text
 from oases.errors import UsageError
 from oases.limits import require_numbers, short
-from oases.schedule import from_text, is_text
 
 BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 AnyKind: TypeAlias = Any
 """Kind of a block of any model: a BlockKind, or the Kind of a LayeredModel."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODES = ("int8", "fp8", "int4")
-"""Codes of quantised numbers; fp8 is e4m3."""
-QUANTISED = {
-    f"{code}{options}": code
-    for options in ("", ":rotated", ":stochastic", ":rotated:stochastic")
-    for code in CODES
-    if not (code == "fp8" and "rotated" in options)
-}
-"""Code of each quantised wire type; rotated and stochastic: see csrc/quantize_kernels.h."""
-_CODE_BYTES = {"int8": 1 + 1 / 32, "fp8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
-WIRE_BYTES = {"bfloat16": 2.0, "float16": 2.0} | {name: _CODE_BYTES[code] for name, code in QUANTISED.items()}
-"""Bytes per number that is sent; quantised ones with their part of a block's scale."""
-WIRES = ("none", *WIRE_BYTES)
-"""Dtypes in which activations may be summed over tensor-parallel ranks; none: the model's own."""
-AUTO_LOSSY = "auto:lossy"
-"""wire_dtype of a stack that measures its own type and `LOSSY` in its first steps."""
-LOSSY = ("bfloat16", "int8")
-"""Wires that a search which may round sums tries; fp8 has int8's bytes and larger errors, int4 has to be named."""
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, whatever the parameter's dtype: gradients accumulate in float32."""
 REDUCED_UNITS = 2
@@ -265,7 +247,7 @@ class Experts:
     expert, 0 for 4 x hidden. shared_hidden: width of the shared expert, 0 for none. gate: of the router.
     balance_weight, z_weight: weights of its auxiliary losses. bias_update_rate: 0 = no bias. capacity_factor: 0 =
     drops no tokens. placement: method that replicates experts. expert_memory: bytes of one layer's replicas per
-    rank, -1 = unlimited. expert_schedule: name of a schedule in `oases.schedule.experts`, or the text of one for a
+    rank, -1 = unlimited. expert_schedule: name of one in `oases.core.schedule.experts`, or the text of one for a
     segment's layers.
     """
 

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.execution.clock import Clock
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup
-from oases.execution.wire import NullScheduler
+from oases.core.execution.clock import Clock
+from oases.core.execution.communication import NullScheduler
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup
+from oases.core.schedule import Op, Schedule, generate, validate
+from oases.layers import OverlappedStack
 from oases.models.gpt import transformer_blocks
-from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.links import median_of_slowest, slowest, slowest_of
-from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
 

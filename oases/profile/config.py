@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
+from oases.core.execution.communication import WIRE_DTYPES, WireType
+from oases.core.schedule import LayerOf, Schedule, sequence_parallel
 from oases.errors import UsageError
-from oases.execution.wire import WireType
-from oases.schedule import LayerOf, Schedule, sequence_parallel
-from oases.train.config import WIRE_DTYPES, option
-from oases.train.model_options import ModelOptions, require_device, require_memory
+from oases.models.options import ModelOptions, option, require_device, require_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

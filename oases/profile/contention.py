@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.execution.group import ProcessGroup, scheduler_of
-from oases.execution.wire import NullScheduler
+from oases.core.execution.communication import NullScheduler
+from oases.core.execution.group import ProcessGroup, scheduler_of
+from oases.core.schedule import generate
 from oases.profile.compute import BlockBench
 from oases.profile.links import slowest
-from oases.schedule import generate
 from oases.simulator.program import Contention
 
 _CHAIN = 0.1

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from oases.autotp import parallelize
 from oases.autotp.pipeline.training import loss_in
+from oases.core.blocks.batch import BlockInputs
+from oases.core.execution.clock import Clock
+from oases.core.execution.communication import NullScheduler
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup
+from oases.core.schedule import Schedule, generate
 from oases.errors import UsageError
-from oases.execution.clock import Clock
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup
-from oases.execution.wire import NullScheduler
-from oases.parallel.batch import BlockInputs
 from oases.plans.layered import LayeredModel
 from oases.profile.compute import LEAST, apart, op_of, time_of
 from oases.profile.links import median_of_slowest, slowest, slowest_of
-from oases.schedule import Schedule, generate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
 

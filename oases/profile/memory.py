@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from oases.schedule import Schedule
+from oases.core.schedule import Schedule
 
 _FORMULA_UNITS = {"sync": 1, "fine_grained": 4, "cross_pass": 3, "oases": 4}
 _MARK = "oases: the forward pass has ended"

@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.clock import synchronize
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup, all_gather_objects, scheduler_of
-from oases.execution.wire import NullScheduler, Scheduler
+from oases.core.blocks.tunings import Tuning, candidates, labelled, waves_of
+from oases.core.execution.autotune import Turn
+from oases.core.execution.clock import synchronize
+from oases.core.execution.communication import NullScheduler, Scheduler
+from oases.core.execution.executor import Context
+from oases.core.execution.group import ProcessGroup, all_gather_objects, scheduler_of
+from oases.core.reporting import names_op
+from oases.core.schedule import Recompute
+from oases.layers import OverlappedStack
 from oases.models.gpt import transformer_blocks
-from oases.parallel import OverlappedStack
-from oases.parallel.autotune import Turn
-from oases.parallel.tunings import Tuning, candidates, labelled, waves_of
 from oases.profile.config import DTYPES, OverlapConfig
 from oases.profile.memory import StepMemory, measure_memory
 from oases.profile.overlap_result import (
@@ -37,8 +39,6 @@ from oases.profile.overlap_result import (
     core_seconds,
     summarize,
 )
-from oases.reporting import names_op
-from oases.schedule import Recompute
 from oases.simulator.timeline import Timeline, from_measurements
 
 

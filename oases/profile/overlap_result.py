@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oases.parallel.tunings import label
+from oases.core.blocks.tunings import label
+from oases.core.schedule import Schedule
 from oases.profile.config import OverlapConfig
 from oases.profile.memory import StepMemory, formula_units
-from oases.schedule import Schedule
 
 PEER, BESIDE = "peer ", "side by side, "
 """Prefixes of contestants' names: of peers, and of compute alone beside sums."""

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oases.core.dtypes import CODES
+from oases.core.execution.clock import Clock
+from oases.core.execution.group import ProcessGroup, all_gather_objects
 from oases.errors import UsageError
-from oases.execution.clock import Clock
-from oases.execution.group import ProcessGroup, all_gather_objects
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import (
     configuration,
@@ -29,7 +30,6 @@ from oases.graph.trace.configuration import (
 )
 from oases.kernels.quantized import dequantize, quantize
 from oases.launch.ranks import require_agreement
-from oases.plans.shape import CODES
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from oases.schedule import Op, Schedule
-from oases.schedule.ops import STARTS
+from oases.core.schedule import Op, Schedule
+from oases.core.schedule.ops import STARTS
 from oases.simulator.program import Contention
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import log
 
+from oases.core.dtypes import QUANTISED, WIRE_BYTES
+from oases.core.schedule import Schedule
 from oases.errors import UsageError
 from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import KINDS, QUANTISED, WIRE_BYTES, AnyKind, ModelShape
-from oases.schedule import Schedule
+from oases.plans.shape import KINDS, AnyKind, ModelShape
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
 from oases.simulator.program import Contention

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from oases.core.dtypes import CODES
 from oases.errors import UsageError
 from oases.limits import short
-from oases.plans.shape import CODES, ELEMENT_BYTES, KINDS
+from oases.plans.shape import ELEMENT_BYTES, KINDS
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
 from oases.simulator.links import COLLECTIVES, LinkModel, Sample

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from oases.schedule import Op, Schedule
-from oases.schedule.ops import STARTS
-from oases.schedule.schedule import lane_of
+from oases.core.schedule import Op, Schedule
+from oases.core.schedule.ops import STARTS
+from oases.core.schedule.schedule import lane_of
 from oases.simulator.cost import ExpertCosts, StackCosts
 from oases.simulator.program import Compute, Instruction, Program, Receive, Send, Start, Wait
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from oases.schedule import Schedule
+from oases.core.schedule import Schedule
 from oases.simulator.cost import ExpertCosts, StackCosts
 from oases.simulator.engine import run
 from oases.simulator.lowering import Costs, StagePasses, program_of

@@ -1,9 +1,5 @@
-"""Sparse gradients over slow links: a DistributedDataParallel communication hook that sends non-zero rows.
+"""Old path of modules that have moved (oases/moved.py)."""
 
-`S2Reducer` averages gradients with few non-zero rows, such as those of embeddings; `s2_hook` has DDP use one.
-"""
+from oases.moved import forward
 
-from oases.sparse.hook import s2_hook
-from oases.sparse.reducer import S2Reducer
-
-__all__ = ["S2Reducer", "s2_hook"]
+__getattr__ = forward(__name__)

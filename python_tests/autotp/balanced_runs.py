@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import oases
 from oases.autotp import balanced
 from oases.autotp.balanced import BalancedExperts
-from oases.execution.group import group_of, scheduler_of
+from oases.core.blocks.sharding import cuts, holders
+from oases.core.execution.group import group_of, scheduler_of
+from oases.distributed.fsdp import local
 from oases.moe.placement_data import Placement, owner_only
-from oases.parallel.fsdp import local
-from oases.parallel.sharding import cuts, holders
 
 
 class Wide:

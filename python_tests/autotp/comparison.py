@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from oases.parallel.sharding import cuts
+from oases.core.blocks.sharding import cuts
 
 CLOSE = 1e-12
 """Relative differences of models in double precision."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from oases.parallel.sharding import Cut
+from oases.core.blocks.sharding import Cut
 
 SIZES = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8, **SIZES}

@@ -5,8 +5,8 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.distributed.fsdp import local
 from oases.extension import OverlapScheduler
-from oases.parallel.fsdp import local
 
 DIMENSIONS = ("pp", "dp", "tp")
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}

@@ -11,7 +11,7 @@ from autotp.comparison import ACROSS, gradients_apart, said
 from autotp.zoo import batch, build
 
 import oases
-from oases.parallel.sharding import cuts
+from oases.core.blocks.sharding import cuts
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 

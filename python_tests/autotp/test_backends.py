@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import oases
 from oases.autotp import backends
 from oases.autotp.backends import with_backend
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.parallel.mesh import Mesh
 from oases.testbed.backend import Backend
 
 

@@ -12,7 +12,7 @@ from autotp.zoo import batch, build
 
 import oases
 from oases.autotp import preconditions
-from oases.parallel.mesh import Mesh
+from oases.distributed.mesh import Mesh
 from oases.planner import model_of
 from oases.plans.plan import Plan, Segment, Stage
 

@@ -8,8 +8,8 @@ from autotp.zoo import batch, build
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import oases
+from oases.distributed.state_shards import StateShard
 from oases.errors import UsageError
-from oases.parallel.state_shards import StateShard
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oases
 from oases.autotp import ParallelSpec
-from oases.parallel.sharding import cuts
+from oases.core.blocks.sharding import cuts
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oases
 from oases.autotp.logits import LABEL, VocabularyLogits
-from oases.parallel.sharding import Cut
+from oases.core.blocks.sharding import Cut
 
 VOCABULARY = 13
 SHAPE = (2, 5, VOCABULARY)

@@ -16,7 +16,7 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
-from oases.parallel.sharding import cuts
+from oases.core.blocks.sharding import cuts
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

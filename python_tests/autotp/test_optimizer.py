@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+from oases.distributed.optimizer import ShardedOptimizer, state_of, weight_of
+from oases.distributed.precision import set_needs
 from oases.errors import UsageError
-from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
-from oases.parallel.precision import set_needs
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -8,7 +8,7 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.parallel.fsdp import local, rows_of
+from oases.distributed.fsdp import local, rows_of
 
 STEPS = 3
 

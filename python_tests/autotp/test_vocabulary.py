@@ -13,7 +13,7 @@ from torch import nn
 import oases
 from oases.autotp.logits import LABEL, VocabularyLogits
 from oases.autotp.vocabulary import find_vocabulary, shard_embedding, shard_head, shard_vocabulary
-from oases.parallel.sharding import Cut, cuts, holders, sharded_parameters
+from oases.core.blocks.sharding import Cut, cuts, holders, sharded_parameters
 
 
 def pair(make):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from oases.autotp.gathering import full_state_dict, gather_state
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.weights import load_full_state_dict, load_weights
+from oases.core.blocks.sharding import cuts
 from oases.errors import UsageError
-from oases.parallel.sharding import cuts
 
 
 def _pass_on(kind, more, source, target, max_shard_bytes):
@@ -87,7 +87,7 @@ def test_segments_uneven_parts_ties_and_every_type(pool, request, tmp_path):
 
 
 def _small_blocks(kind, source, target):
-    import oases.parallel.shard_map as shard_map
+    import oases.distributed.shard_map as shard_map
     import oases.safetensors_files as files
 
     before = shard_map.BLOCK_BYTES, files.MAPPED_BYTES

@@ -11,8 +11,8 @@ from autotp.zoo import batch, build
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
+from oases.core.execution.failure import FailedRankError
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

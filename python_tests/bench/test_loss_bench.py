@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from oases.cli import main
+from oases.core.dtypes import CODES
 from oases.errors import UsageError
 from oases.kernels.quantized import dequantize, quantize
-from oases.plans.shape import CODES
 from oases_bench.harness import Ranks
 from oases_bench.loss import LossBenchConfig, kernels_of
 

@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from oases import cli
+from oases.core.blocks.tunings import label
+from oases.core.execution import autotune
+from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
-from oases.parallel import autotune
-from oases.parallel.tunings import label
 from oases.profile.overlap import OverlapBench
 from oases.profile.overlap_result import CoreTime, Passes, core_clock, core_seconds
 from oases.testing import RankPool

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from oases import OverlappedStack
-from oases.execution.executor import Context
-from oases.schedule import GENERATORS
+from oases.core.execution.executor import Context
+from oases.core.schedule import GENERATORS
 from oases_bench.timed_block import BlockSeconds, TimedBlock
 
 BLOCKS, BATCH = 3, 4

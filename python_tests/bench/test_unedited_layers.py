@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from oases import cli
+from oases.core.execution.communication import NullScheduler
 from oases.errors import UsageError
-from oases.execution.wire import NullScheduler
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.testbed import Backend
 from oases_bench.harness import Ranks

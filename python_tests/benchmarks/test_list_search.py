@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.lists import ListsBenchConfig, costs_at, run_lists_bench, searched
-from oases.schedule import Op, generate
-from oases.schedule.validate import validate
+from oases.core.schedule import Op, generate
+from oases.core.schedule.validate import validate
 from oases.simulator.simulate import simulate
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.plans import PlansBench, PlansBenchConfig, emulated, every_plan
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.parallel.mesh import Mesh
 from oases.planner.predict import Predictor
 from oases.simulator.links import Sample, fit_link
 from oases.simulator.program import Contention

@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python_tests"), str(ROOT / "python_tests" / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "python_tests")]
 
 from kills import lines_of, write_corpus  # noqa: E402
 

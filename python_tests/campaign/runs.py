@@ -17,9 +17,9 @@ from typing import ClassVar
 from kills import children_of, lines_of, losses_of, words_of
 from marked_processes import with_mark
 
+from oases.checkpoint import retention
+from oases.checkpoint.files import export
 from oases.errors import SAVED_EXIT_CODE
-from oases.train.checkpoint import retention
-from oases.train.checkpoint.files import export
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60

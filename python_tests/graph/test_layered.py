@@ -209,7 +209,7 @@ def test_in_another_dtype_bytes_halve():
 
 
 def test_training_a_gpt_by_it_is_refused():
-    from oases.train.config import config_for
+    from oases_train.config import config_for
 
     plan = oases.plan(model("llama"), "2x3090", global_batch=8)
     with pytest.raises(UsageError, match="'LlamaForCausalLM' is not the built-in GPT"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from oases.core.dtypes import QUANTISED
 from oases.extension import QUANTIZED_BLOCK, quantized_bytes
 from oases.kernels.quantized import dequantize, dequantize_sum, quantize
-from oases.plans.shape import QUANTISED
 
 WIRES = [*QUANTISED, "bf16", "bf16:stochastic"]
 LIMITS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}

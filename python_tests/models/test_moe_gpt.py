@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases.core.blocks.sharding import holders
+from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.mesh import Mesh
 from oases.models import MoEGPT, MoEGPTConfig
 from oases.moe.costs import Costs
-from oases.parallel.gradient_averaging import GradientAverager
-from oases.parallel.mesh import Mesh
-from oases.parallel.sharding import holders
 
 CONFIG = MoEGPTConfig(vocabulary=32, hidden=16, layers=2, heads=4, sequence=8, experts=4, expert_hidden=24)
 COSTS = Costs(token_seconds=1e-3, token_bytes=128, expert_bytes=256, bandwidth=1e9)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from moe.moe_layers import random_placement
 
-from oases.execution.group import scheduler_of
+from oases.core.execution.group import scheduler_of
 from oases.moe.dispatch import (
     AllToAll,
     RoutingError,

@@ -10,11 +10,11 @@ from moe.moe_layers import alone
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oases.execution.executor import Context
-from oases.execution.failure import FailedRankError
+from oases.core.execution.executor import Context
+from oases.core.execution.failure import FailedRankError
+from oases.distributed.fsdp import FsdpUnit
+from oases.distributed.sharded_gradients import ShardedGradientAverager
 from oases.moe.stack import ExpertStack
-from oases.parallel.fsdp import FsdpUnit
-from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
 def sample(seed=0):

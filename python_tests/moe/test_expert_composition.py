@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from moe.expert_blocks import HIDDEN, made
 
+from oases.core.schedule.pipeline import generate_pipeline
+from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.mesh import Mesh
+from oases.distributed.messages import StageMessages
+from oases.distributed.pipeline import StageRunner
 from oases.moe.stack import ExpertStack
-from oases.parallel.gradient_averaging import GradientAverager
-from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages
-from oases.parallel.pipeline import StageRunner
-from oases.schedule.pipeline import generate_pipeline
 
 MICRO_BATCHES, STAGES = 4, 2
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from moe.expert_blocks import COSTS, EXPERTS, HIDDEN, made
 from torch import nn
 
+from oases.core.execution.executor import Context
+from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
+from oases.core.schedule.ops import STARTS
 from oases.errors import UsageError
-from oases.execution.executor import Context
 from oases.moe.placement import owner_ranks, plan
 from oases.moe.stack import ExpertStack
-from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
-from oases.schedule.ops import STARTS
 
 
 def drawn_placement(rng, devices):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from moe.moe_layers import COSTS, HIDDEN, WIDTH, alone, inputs_of, random_placement, whole_layer
 
+from oases.core.execution.failure import FailedRankError
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Placement

@@ -8,11 +8,11 @@ from moe.expert_blocks import made
 from moe.moe_layers import COSTS, EXACT, HIDDEN, alone, inputs_of, targets_of, whole_layer
 from torch.utils.checkpoint import checkpoint
 
+from oases.core.schedule.pipeline import PIPELINES, generate_pipeline
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import OpenPasses
 from oases.moe.stack import ExpertStack
-from oases.schedule.pipeline import PIPELINES, generate_pipeline
 
 
 def check_checkpoint(experts, tokens, reentrant, together, biased):

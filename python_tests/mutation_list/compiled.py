@@ -2,7 +2,7 @@
 
 from mutation_list.mutation import Mutation
 
-OVERLAP = "parallel/test_overlap_is_real.py"
+OVERLAP = "core/blocks/test_overlap_is_real.py"
 VIRTUAL = "virtual_device/test_virtual_stack.py"
 VIRTUAL_FAILURE = "virtual_device/test_virtual_failure.py"
 
@@ -28,7 +28,7 @@ COMPILED = (
         "csrc/totals.cpp",
         "  totals.bytes += record.bytes;\n",
         "  totals.bytes = record.bytes;\n",
-        ("execution/test_scheduler.py",),
+        ("core/execution/test_scheduler.py",),
         "The bytes of a label are those of its last collective.",
     ),
     Mutation(
@@ -36,7 +36,7 @@ COMPILED = (
         "csrc/totals.cpp",
         "std::max(0.0, finished - std::max(issued, link_free_from))",
         "finished - issued",
-        ("execution/test_scheduler.py",),
+        ("core/execution/test_scheduler.py",),
         "Time of two collectives in flight counts twice.",
     ),
     Mutation(
@@ -44,7 +44,7 @@ COMPILED = (
         "csrc/scheduler.cpp",
         "    if (state_ != State::running) stop(halting, name);  // zeros may have been summed here\n",
         "",
-        ("parallel/test_failure.py",),
+        ("core/blocks/test_failure.py",),
         "A rank computes on with the zeros that a failed rank sent.",
     ),
     Mutation(
@@ -52,7 +52,7 @@ COMPILED = (
         "csrc/halt.cpp",
         "  for (const auto& ticket : in_flight_) ticket->given_up_ = true;\n",
         "",
-        ("execution/test_scheduler.py",),
+        ("core/execution/test_scheduler.py",),
         "A collective from before a failure can be waited for after it.",
     ),
     Mutation(
@@ -60,7 +60,7 @@ COMPILED = (
         "csrc/quantized_backend.cpp",
         "on_cpu_->allreduce(both)->wait();",
         "",
-        ("execution/test_quantized.py", "execution/test_wire_errors.py"),
+        ("core/execution/test_quantized.py", "core/execution/test_wire_errors.py"),
         "Each rank decides by its own rounding errors whether a layer is sent in bfloat16.",
     ),
     Mutation(
@@ -68,7 +68,7 @@ COMPILED = (
         "csrc/quantize_math.h",
         "  if (scale / unit * limit < largest) scale = float_of(bits_of(scale) + 1);\n",
         "",
-        ("execution/test_wire_bounds.py",),
+        ("core/execution/test_wire_bounds.py",),
         "The denormal numbers of a quantised sum are clamped to codes of a scale that is too small, or zeroed.",
     ),
     Mutation(
@@ -142,7 +142,7 @@ COMPILED = (
         "csrc/pieces.cpp",
         "const double before = sum ? 1 : 0;",
         "const double before = 0;",
-        ("execution/test_weight_gradient.py",),
+        ("core/execution/test_weight_gradient.py",),
         "A float32 sum of 16-bit products is that of the last sub-batch.",
     ),
     Mutation(
@@ -150,7 +150,7 @@ COMPILED = (
         "csrc/linear.cpp",
         "    matmul_into(part, x.narrow(0, from, to - from), weight, std::nullopt);\n",
         "    matmul_into(part, x.narrow(0, from, to - from), weight, bias);\n",
-        ("parallel/test_linear.py",),
+        ("layers/test_linear.py",),
         "The bias of a row-parallel linear is added on every rank and after the sum.",
     ),
     Mutation(
@@ -158,7 +158,7 @@ COMPILED = (
         "csrc/linear.cpp",
         "  return {total * k / n, total * (k + 1) / n};\n",
         "  return {total / n * k, total / n * (k + 1)};\n",
-        ("parallel/test_linear.py",),
+        ("layers/test_linear.py",),
         "Rows that do not divide by the number of chunks are not computed.",
     ),
     Mutation(
@@ -175,7 +175,7 @@ COMPILED = (
         "csrc/pieces.cpp",
         "    sum->add_(gradient);\n",
         "    sum->add_(gradient, 0.5);\n",
-        ("parallel/test_stack.py::test_group_of_one", "execution/test_piece.py"),
+        ("core/blocks/test_stack.py::test_group_of_one", "core/execution/test_piece.py"),
         "Gradients of the second sub-batch count half.",
     ),
     Mutation(
@@ -183,7 +183,7 @@ COMPILED = (
         "csrc/pieces.cpp",
         "    sum->addmm_(rows.t(), columns);\n",
         "    at::mm_out(*sum, rows.t(), columns);\n",
-        ("execution/test_weight_gradient.py",),
+        ("core/execution/test_weight_gradient.py",),
         "A deferred weight gradient is that of its last matmul, not the sum.",
     ),
     Mutation(

@@ -2,14 +2,14 @@
 
 from mutation_list.mutation import Mutation
 
-OVERLAP = "parallel/test_overlap_is_real.py"
-STACK = "parallel/test_stack.py::test_group_of_one"
-TENSOR = "schedule/test_tensor.py"
+OVERLAP = "core/blocks/test_overlap_is_real.py"
+STACK = "core/blocks/test_stack.py::test_group_of_one"
+TENSOR = "core/schedule/test_tensor.py"
 
 EXECUTION = (
     Mutation(
         "executor_waits_at_once",
-        "oases/execution/executor.py",
+        "oases/core/execution/executor.py",
         """            for step in steps:
                 guard.current_op = step.op
                 handlers[step.key](step)
@@ -27,12 +27,12 @@ EXECUTION = (
                     done.add(step.carried)
             return
 """,
-        (OVERLAP, "parallel/test_sim_overlap.py"),
+        (OVERLAP, "core/blocks/test_sim_overlap.py"),
         "The executor waits for every collective right after its start.",
     ),
     Mutation(
         "executor_drops_w_of_first_block",
-        "oases/parallel/blocks.py",
+        "oases/core/blocks/work.py",
         "        else:\n            self.deferred.pop(step.place).compute()\n",
         "        elif step.block:\n            self.deferred.pop(step.place).compute()\n",
         (STACK,),
@@ -40,7 +40,7 @@ EXECUTION = (
     ),
     Mutation(
         "executor_swaps_sub_batches_of_c",
-        "oases/parallel/blocks.py",
+        "oases/core/blocks/work.py",
         "            self._h[following] = out\n",
         "            self._h[block + 1, self._cut.number - 1 - s] = out\n",
         (STACK,),
@@ -48,19 +48,19 @@ EXECUTION = (
     ),
     Mutation(
         "recompute_reads_forward_graph",
-        "oases/parallel/blocks.py",
+        "oases/core/blocks/work.py",
         "        graph = deferred is not None and not again\n",
         "        graph = deferred is not None\n",
         (
-            "parallel/test_execution.py::test_the_row_parallel_product_is_not_recomputed",
-            "parallel/test_execution.py::test_recomputation_keeps_block_inputs_alone",
-            "parallel/test_calls.py::test_recomputed_early_it_keeps_what_no_recomputation_keeps",
+            "core/blocks/test_execution.py::test_the_row_parallel_product_is_not_recomputed",
+            "core/blocks/test_execution.py::test_recomputation_keeps_block_inputs_alone",
+            "core/blocks/test_calls.py::test_recomputed_early_it_keeps_what_no_recomputation_keeps",
         ),
         "A recomputed block keeps the graph of its forward pass, so recomputation saves no memory.",
     ),
     Mutation(
         "residual_counted_twice",
-        "oases/parallel/between.py",
+        "oases/core/blocks/replicated.py",
         "g, residual = g.add_(residual), None",
         "g, residual = g.add_(residual, alpha=2), None",
         (STACK,),
@@ -76,59 +76,59 @@ EXECUTION = (
     ),
     Mutation(
         "replicated_gradient_halved",
-        "oases/parallel/call.py",
+        "oases/core/blocks/stack_call.py",
         "        return share + whole\n",
         "        return share + whole / 2\n",
         (
-            "parallel/test_stack.py::test_group_of_one",
-            "parallel/test_execution.py::test_gradients_that_share_memory_stay_apart",
-            "parallel/test_replicated.py",
+            "core/blocks/test_stack.py::test_group_of_one",
+            "core/blocks/test_execution.py::test_gradients_that_share_memory_stay_apart",
+            "distributed/test_replicated.py",
         ),
         "A parameter read before and after the sum gets half of one of its gradients.",
     ),
     Mutation(
         "replicated_gradients_not_summed",
-        "oases/parallel/call.py",
+        "oases/core/blocks/stack_call.py",
         "            if held and not (isinstance(",
         "            if not held and not (isinstance(",
-        ("parallel/test_stack.py::test_gradients_equal_the_unsplit_model",),
+        ("core/blocks/test_stack.py::test_gradients_equal_the_unsplit_model",),
         "Gradients of replicated parameters are not summed over the tensor-parallel ranks.",
     ),
     Mutation(
         "wire_drops_wait",
-        "oases/execution/wire.py",
+        "oases/core/execution/communication.py",
         "        self.scheduler.wait(flight.ticket)\n",
         "",
-        ("execution/test_wire.py",),
+        ("core/execution/test_wire.py",),
         "The result of a collective is read without waiting for it.",
     ),
     Mutation(
         "wire_result_not_cast",
-        "oases/execution/wire.py",
+        "oases/core/execution/communication.py",
         "lambda: whole.copy_(sent))",
         "lambda: sent)",
-        ("execution/test_wire.py",),
+        ("core/execution/test_wire.py",),
         "A bfloat16 sum is not cast back to the type of the activations.",
     ),
     Mutation(
         "wire_reduce_scatter_order",
-        "oases/execution/wire.py",
+        "oases/core/execution/communication.py",
         "self._size, -1)).movedim(1, 0)",
         "self._size, -1)).movedim(1, 0).flip(0)",
-        ("execution/test_wire.py",),
+        ("core/execution/test_wire.py",),
         "A reduce-scatter sends the parts of the sequence in reverse rank order.",
     ),
     Mutation(
         "wire_without_timeout",
-        "oases/execution/wire.py",
+        "oases/core/execution/communication.py",
         "_timeout_of(group), name",
         "None, name",
-        ("execution/test_wire_groups.py",),
+        ("core/execution/test_wire_groups.py",),
         "Ranks wait half an hour in a quantised sum for one that stalls, whatever their group's timeout.",
     ),
     Mutation(
         "oases_generated_as_sync",
-        "oases/schedule/tensor.py",
+        "oases/core/schedule/tensor.py",
         'return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))',
         "return sync(num_blocks, num_sub_batches, recompute, layer_of)",
         (OVERLAP,),
@@ -136,7 +136,7 @@ EXECUTION = (
     ),
     Mutation(
         "oases_weights_before_the_sum",
-        "oases/schedule/tensor.py",
+        "oases/core/schedule/tensor.py",
         """                yield from started("B", b, s)
                 if b > 0:
                     yield Op("W", b, s)
@@ -151,7 +151,7 @@ EXECUTION = (
     ),
     Mutation(
         "oases_recompute_after_the_wait",
-        "oases/schedule/tensor.py",
+        "oases/core/schedule/tensor.py",
         """                if b in recomputed:
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
@@ -171,7 +171,7 @@ EXECUTION = (
     ),
     Mutation(
         "oases_backward_order",
-        "oases/schedule/tensor.py",
+        "oases/core/schedule/tensor.py",
         """        # The sub-batch that finished last goes first, as in the paper's backward pass.
         order = list(reversed(range(num_sub_batches)))
 """,
@@ -182,23 +182,23 @@ EXECUTION = (
     ),
     Mutation(
         "sequence_parallel_gathers_early",
-        "oases/schedule/sequence.py",
+        "oases/core/schedule/sequence.py",
         "        hidden_before = (len(heavy) + 1) // 2\n",
         "        hidden_before = len(heavy)\n",
-        ("schedule/test_sequence.py",),
+        ("core/schedule/test_sequence.py",),
         "The all-gather of sequence parallelism is hidden by nothing.",
     ),
     Mutation(
         "pipeline_more_in_flight",
-        "oases/schedule/pipeline.py",
+        "oases/core/schedule/pipeline.py",
         "    ahead = min(many, 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages)\n",
         "    ahead = min(many, 2 * (num_stages - stage) + (chunks - 1) * num_stages)\n",
-        ("schedule/test_pipeline.py",),
+        ("core/schedule/test_pipeline.py",),
         "The interleaved pipeline keeps two micro-batches more in flight than it needs.",
     ),
     Mutation(
         "v_has_no_turn",
-        "oases/schedule/schedule.py",
+        "oases/core/schedule/schedule.py",
         '    back = placement == "v" and part // num_stages % 2 == 1\n',
         "    back = False\n",
         ("simulator/test_simulate.py::test_parts_on_the_way_back_send_the_other_way",),
@@ -206,71 +206,71 @@ EXECUTION = (
     ),
     Mutation(
         "v_defers_too_much",
-        "oases/schedule/pipeline.py",
+        "oases/core/schedule/pipeline.py",
         'repeat("Fv Bv Wv F^ B^ W^", ahead)',
         'repeat("Fv Bv F^ B^ Wv W^", ahead)',
-        ("schedule/test_pipeline.py::test_zb_v_takes_less_time_than_zb_h1_at_the_memory_of_its_first_stage",),
+        ("core/schedule/test_pipeline.py::test_zb_v_takes_less_time_than_zb_h1_at_the_memory_of_its_first_stage",),
         "ZB-V computes weight gradients later than it could, and holds activations for longer.",
     ),
     Mutation(
         "experts_sent_exposed",
-        "oases/schedule/experts.py",
+        "oases/core/schedule/experts.py",
         "    ops = [\n        *forward(),\n",
         '    ops = [\n        *_forward(num_blocks, lambda b: (*_exposed("share", b), *_exposed("join", b))),\n',
-        ("schedule/test_expert_schedules.py",),
+        ("core/schedule/test_expert_schedules.py",),
         "Replica parameters of block_wise are sent right before they are needed.",
     ),
     Mutation(
         "pending_gather_of_next_unit_dropped",
-        "oases/parallel/fsdp.py",
+        "oases/core/blocks/gathering.py",
         "                self._units[following].gather_ahead()\n",
         "                pass\n",
-        ("parallel/test_fsdp.py",),
+        ("distributed/test_fsdp.py",),
         "FSDP gathers a block's weights only when they are needed.",
     ),
     Mutation(
         "fsdp_gathers_wrong_unit_ahead",
-        "oases/parallel/fsdp.py",
+        "oases/core/blocks/gathering.py",
         "            for following in self._order[:1]:\n",
         "            for following in self._order[-1:]:\n",
-        ("parallel/test_fsdp.py",),
+        ("distributed/test_fsdp.py",),
         "FSDP gathers the last block ahead instead of the next.",
     ),
     Mutation(
         "fsdp_bucket_halved",
-        "oases/parallel/sharded_gradients.py",
+        "oases/distributed/sharded_gradients.py",
         "total.div_(self.unit.group.size()).split",
         "total.div_(2 * self.unit.group.size()).split",
-        ("parallel/test_fsdp.py",),
+        ("distributed/test_fsdp.py",),
         "Gradients of FSDP are half of the average.",
     ),
     Mutation(
         "averaging_divides_by_wrong_number",
-        "oases/parallel/gradient_averaging.py",
+        "oases/distributed/gradient_averaging.py",
         "            parts = flat.div_(size).split(",
         "            parts = flat.div_(len(self.buckets)).split(",
-        ("parallel/test_gradient_averaging.py",),
+        ("distributed/test_gradient_averaging.py",),
         "Averaged gradients are divided by the number of buckets.",
     ),
     Mutation(
         "averaging_sends_at_the_end",
-        "oases/parallel/gradient_averaging.py",
+        "oases/distributed/gradient_averaging.py",
         "                bucket.missing.discard(id(parameter))\n                lane.send()\n",
         "                bucket.missing.discard(id(parameter))\n",
-        ("parallel/test_gradient_averaging.py",),
+        ("distributed/test_gradient_averaging.py",),
         "Gradients are averaged after the backward pass, hidden by nothing.",
     ),
     Mutation(
         "clip_counts_replicated_per_rank",
-        "oases/parallel/gradient_clipping.py",
+        "oases/distributed/gradient_clipping.py",
         "alike[summed, copies, gradient.device, gradient.dtype].append(gradient)",
         "alike[True, copies, gradient.device, gradient.dtype].append(gradient)",
-        ("parallel/test_gradient_clipping.py",),
+        ("distributed/test_gradient_clipping.py",),
         "A replicated gradient counts once per rank in the norm.",
     ),
     Mutation(
         "message_lanes_not_connected",
-        "oases/parallel/messages.py",
+        "oases/distributed/messages.py",
         "        lane.name = group_name(group)\n",
         "        lane.name = group_name(group)\n        return\n",
         ("virtual_device/test_virtual_pipeline.py",),
@@ -278,31 +278,31 @@ EXECUTION = (
     ),
     Mutation(
         "clip_counts_copies_of_shards",
-        "oases/parallel/gradient_clipping.py",
+        "oases/distributed/gradient_clipping.py",
         "alike[summed, copies, gradient.device, gradient.dtype].append(gradient)",
         "alike[summed, 1, gradient.device, gradient.dtype].append(gradient)",
-        ("parallel/test_gradient_clipping.py",),
+        ("distributed/test_gradient_clipping.py",),
         "A shard with data-parallel replicas counts several times in the norm.",
     ),
     Mutation(
         "dropout_masks_reused",
-        "oases/parallel/randomness.py",
+        "oases/core/blocks/randomness.py",
         'f"{draws.key} mask {draws.count}{own}"',
         'f"{draws.key} mask{own}"',
-        ("parallel/test_randomness.py",),
+        ("core/blocks/test_randomness.py",),
         "Two dropouts of one op draw the same mask.",
     ),
     Mutation(
         "dropout_same_for_sub_batches",
-        "oases/parallel/randomness.py",
+        "oases/core/blocks/randomness.py",
         "text = repr((*self._key, place, number, sub_batch, 0 if shared",
         "text = repr((*self._key, place, number, 0 if shared",
-        ("parallel/test_randomness.py",),
+        ("core/blocks/test_randomness.py",),
         "All sub-batches of a block draw the same random numbers.",
     ),
     Mutation(
         "recompute_draws_anew",
-        "oases/parallel/randomness.py",
+        "oases/core/blocks/randomness.py",
         """            return function()
         return self._isolated(method, block, sub_batch, extent(sub_batch), function)
 
@@ -311,28 +311,28 @@ EXECUTION = (
         return function()
 
     def _isolated""",
-        ("parallel/test_randomness.py",),
+        ("core/blocks/test_randomness.py",),
         "Recomputation draws other random numbers than the forward pass.",
     ),
     Mutation(
         "dropout_same_on_all_ranks",
-        "oases/parallel/randomness.py",
+        "oases/core/blocks/randomness.py",
         "sub_batch, 0 if shared else self._rank, self._first_sample))",
         "sub_batch, 0, self._first_sample))",
-        ("parallel/test_randomness.py",),
+        ("core/blocks/test_randomness.py",),
         "Tensor-parallel ranks draw the same masks for different features.",
     ),
     Mutation(
         "embedding_off_by_one",
-        "oases/parallel/embedding.py",
+        "oases/layers/embedding.py",
         "    mine = (tokens >= first) & (tokens < last)\n",
         "    mine = (tokens > first) & (tokens < last)\n",
-        ("parallel/test_embedding.py",),
+        ("layers/test_embedding.py",),
         "The first row of each rank's part of the vocabulary is left out.",
     ),
     Mutation(
         "failure_not_reported_to_all_groups",
-        "oases/train/failure_notifier.py",
+        "oases_train/failure_notifier.py",
         "        for monitor in pending:\n            monitor.report_failure(",
         "        for monitor in pending[:0]:\n            monitor.report_failure(",
         ("train/test_failure_notifier.py",),
@@ -340,42 +340,42 @@ EXECUTION = (
     ),
     Mutation(
         "message_header_order",
-        "oases/parallel/messages.py",
+        "oases/distributed/messages.py",
         "numbers += [_DTYPES.index(dtype), len(shape), *shape]",
         "numbers += [len(shape), _DTYPES.index(dtype), *shape]",
-        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        ("distributed/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
         "The header of a pipeline message is read in another order than written.",
     ),
     Mutation(
         "message_wrong_part",
-        "oases/parallel/messages.py",
+        "oases/distributed/messages.py",
         "0, self._mesh.rank % lane.degree * size, size",
         "0, 0, size",
-        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        ("distributed/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
         "Every tensor-parallel rank of a stage sends the first part.",
     ),
     Mutation(
         "message_to_wrong_peer",
-        "oases/parallel/mesh.py",
+        "oases/distributed/mesh.py",
         "return self.members_of(stage)[self.rank]\n",
         "return self.members_of(stage)[-1 - self.rank]\n",
-        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        ("distributed/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
         "Tensor-parallel ranks exchange messages with another rank of the next stage.",
     ),
     Mutation(
         "exchange_waits_for_tokens_at_once",
-        "oases/schedule/exchange.py",
+        "oases/core/schedule/exchange.py",
         "        if 0 < now <= len(order):\n            s = order[now - 1]\n",
         "        if now < len(order):\n            s = order[now]\n",
-        ("schedule/test_exchange.py::test_an_all_to_all_is_hidden_under_other_sub_batches",),
+        ("core/schedule/test_exchange.py::test_an_all_to_all_is_hidden_under_other_sub_batches",),
         "The experts of a sub-batch run right behind its router, so nothing hides the way of its tokens.",
     ),
     Mutation(
         "causal_attention_forgets_gradients_of_earlier_keys",
-        "oases/parallel/attention.py",
+        "oases/core/blocks/attention.py",
         "            sums[call] = gradient if held is None else held.add_(gradient)\n",
         "            sums[call] = gradient if held is None else held\n",
-        ("parallel/test_attention.py::test_it_is_that_of_the_whole_sequence",),
+        ("core/blocks/test_attention.py::test_it_is_that_of_the_whole_sequence",),
         "Keys of a sample's first tokens get the gradient of one later sub-batch instead of all.",
     ),
 )

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from oases.core.schedule import PIPELINES
 from oases.planner import NoPlanError, Predictor, Space, rank_plans
 from oases.planner.balance import StageLoad, balanced, part_blocks
 from oases.planner.block_chain import StackTimings
@@ -13,7 +14,6 @@ from oases.planner.choose import neighbours
 from oases.planner.search import SettingSearch
 from oases.planner.space import BEST_PIPELINES, Setting, settings
 from oases.plans.shape import ModelShape
-from oases.schedule import PIPELINES
 from oases.simulator.cluster import cluster_called
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.core.schedule import sequence_parallel
+from oases.distributed.fsdp import local
+from oases.distributed.gradient_averaging import _Lane
+from oases.distributed.optimizer import state_of, weight_of
 from oases.errors import UsageError
-from oases.parallel.fsdp import local
-from oases.parallel.gradient_averaging import _Lane
-from oases.parallel.optimizer import state_of, weight_of
 from oases.planner.memory import (
     COMMUNICATOR_BYTES,
     COMMUNICATORS,
@@ -26,14 +27,13 @@ from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
-from oases.schedule import sequence_parallel
 from oases.simulator import simulate
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware, stack_costs
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
 from oases.simulator.program import Program
-from oases.train.plan import Run
+from oases_train.plan import Run
 
 SCHEDULES = ("sync", "fine_grained", "cross_pass", "oases")
 ALONG = tuple(f"{name}:sequence" for name in SCHEDULES)

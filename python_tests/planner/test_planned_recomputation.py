@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from oases.core.schedule.pipeline import chunks_of, in_flight
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
 from oases.planner.block_chain import StackTimings
@@ -13,7 +14,6 @@ from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
-from oases.schedule.pipeline import chunks_of, in_flight
 from oases.simulator.cluster import cluster_called
 
 MODEL = ModelShape(hidden=512, layers=16, heads=8, sequence=512, vocabulary=512)

@@ -10,6 +10,8 @@ import torch
 from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
 from oases.autotp.preconditions import require_runnable
+from oases.core.schedule import generate
+from oases.core.schedule.pipeline import chunks_of
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
@@ -19,8 +21,6 @@ from oases.planner.sweep import Problem
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
-from oases.schedule import generate
-from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called, described, with_link
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, stack_costs

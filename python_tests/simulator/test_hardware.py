@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
+from oases.core.schedule import generate
 from oases.errors import UsageError
 from oases.plans.shape import KINDS, ModelShape
-from oases.schedule import generate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge, stack_costs
 from oases.simulator.links import LinkModel

@@ -2,9 +2,9 @@
 
 import pytest
 
+from oases.core.schedule.pipeline import chunks_of
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run
 from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait, replicated

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oases.schedule import exchanging, generate, generate_pipeline
+from oases.core.schedule import exchanging, generate, generate_pipeline
 from oases.simulator import simulate
 from oases.simulator.cost import BlockTimes, StackCosts
 from oases.simulator.program import Contention

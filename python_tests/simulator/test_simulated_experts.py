@@ -2,7 +2,7 @@
 
 import pytest
 
-from oases.schedule import generate, generate_experts
+from oases.core.schedule import generate, generate_experts
 from oases.simulator import simulate
 from oases.simulator.cost import ExpertCosts, ExpertSeconds
 

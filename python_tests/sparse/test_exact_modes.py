@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.sparse import S2Reducer
+from oases_sparse import S2Reducer
 
 SHAPES = [(1, 1), (7, 3), (40, 2), (300, 5), (1000, 4), (2500, 8)]
 KINDS = ["few", "empty", "one row", "all rows", "one rank", "repeated", "nan", "cancelling"]

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from oases.kernels.sparse import bitmap_unpack
-from oases.sparse.gradient import pack_values, rows_of
-from oases.sparse.reducer import S2Reducer
-from oases.sparse.sketch import Sketch
+from oases_sparse.gradient import pack_values, rows_of
+from oases_sparse.reducer import S2Reducer
+from oases_sparse.sketch import Sketch
 
 MODES = ["dense", "packed", "gather", "sketch", "auto"]
 

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 import oases
 from oases.errors import UsageError
-from oases.sparse.costs import Costs, Task
-from oases.sparse.reducer import S2Reducer
-from oases.sparse.wire import Wire
+from oases_sparse.costs import Costs, Task
+from oases_sparse.reducer import S2Reducer
+from oases_sparse.wire import Wire
 
 MODES = ["dense", "packed", "gather", "sketch", "auto"]
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from oases.kernels.sparse import sketch_decode, sketch_encode
-from oases.sparse import S2Reducer
-from oases.sparse.sketch import Sketch
+from oases_sparse import S2Reducer
+from oases_sparse.sketch import Sketch
 
 THEORY = {
     1: {0.5: 1.42, 1: 1.00, 2: 0.73, 3: 0.58, 7: 0.38},

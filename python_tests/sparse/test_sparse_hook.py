@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
-from oases.sparse import hook
+from oases_sparse import hook
 
 
 @pytest.fixture

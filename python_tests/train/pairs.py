@@ -19,13 +19,13 @@ import torch
 from covering import covering
 
 from oases import TrainConfig, Trainer
+from oases.core.schedule import GENERATORS, PIPELINES, WHOLE
+from oases.core.schedule.pipeline import chunks_of
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.schedule import GENERATORS, PIPELINES, WHOLE
-from oases.schedule.pipeline import chunks_of
 from oases.testing import RankPool
-from oases.train.config import config_for
-from oases.train.plan import Run
+from oases_train.config import config_for
+from oases_train.plan import Run
 
 MODEL = ModelShape(hidden=32, layers=4, heads=4, sequence=32, vocabulary=256)
 BATCH = 16

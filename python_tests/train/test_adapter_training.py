@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oases import TrainConfig, Trainer, UsageError
-from oases.train.checkpoint.files import export
-from oases.train.model_options import Degrees
+from oases.checkpoint.files import export
+from oases.models.options import Degrees
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 transformers = pytest.importorskip("transformers")

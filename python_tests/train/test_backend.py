@@ -5,11 +5,11 @@ from argparse import Namespace
 import kills
 import pytest
 
+from oases.checkpoint.metadata import Metadata
+from oases.checkpoint.resume import resumed_backend
 from oases.cli import main
 from oases.cli.options import make_rank_options, resolve_backend
 from oases.testbed import Backend
-from oases.train.checkpoint.metadata import Metadata
-from oases.train.checkpoint.resume import resumed_backend
 
 
 @pytest.mark.parametrize(

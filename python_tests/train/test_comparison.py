@@ -10,8 +10,8 @@ from oases.cli import main
 from oases.plans.plan import Plan, Prediction, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.terminal import console
-from oases.train.meter import StepParts
-from oases.train.metrics import Comparison, comparison_table
+from oases_train.meter import StepParts
+from oases_train.metrics import Comparison, comparison_table
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 PLAN = Plan(MODEL, 2, 2, 16, 2, (Stage((Segment(2, 1, "oases"),)), Stage((Segment(2, 1, "oases"),))))

@@ -12,9 +12,9 @@ import oases
 from oases import TrainConfig
 from oases.cli import main
 from oases.errors import UsageError
-from oases.train.config_file import config_text, read_values
-from oases.train.model_options import Degrees
-from oases.train.plan import Run
+from oases.models.options import Degrees
+from oases_train.config_file import config_text, read_values
+from oases_train.plan import Run
 
 FIELDS = dataclasses.fields(TrainConfig)
 

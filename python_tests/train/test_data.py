@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from oases.checkpoint.metadata import Metadata
 from oases.errors import UsageError
-from oases.train.checkpoint.metadata import Metadata
-from oases.train.data import TextCorpus
+from oases_train.data import TextCorpus
 
 
 def write(folder, **files):

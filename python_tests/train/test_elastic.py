@@ -12,9 +12,9 @@ import pytest
 
 from oases import TrainConfig, Trainer
 from oases.cli import _parser, main
-from oases.cli.train import _runs_of
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _restart_or_exit
+from oases_train.command import _runs_of
 
 STEPS = 24
 RUN = {"steps": STEPS, "checkpoint_every": 4, "tp": 1}

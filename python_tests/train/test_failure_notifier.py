@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from oases.train import failure_notifier
-from oases.train.failure_notifier import FailureNotifier
+from oases_train import failure_notifier
+from oases_train.failure_notifier import FailureNotifier
 
 
 class Monitor:

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
-from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
+from oases_train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 
 PEAK = 3e-3
 

@@ -9,7 +9,7 @@ from oases.cli import main
 from oases.errors import UsageError
 from oases.moe.placement import make_placement, plan
 from oases.moe.traces import Recorder, generate
-from oases.train.load_replay import LoadsConfig, compare_placements, read_loads, replay_placement
+from oases_train.load_replay import LoadsConfig, compare_placements, read_loads, replay_placement
 
 CONFIG = LoadsConfig(hidden=64, token_us=50.0)
 

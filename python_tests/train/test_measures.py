@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.core.execution.communication import add_wire
+from oases.core.execution.group import scheduler_of
+from oases.core.reporting import register
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.execution.group import scheduler_of
-from oases.execution.wire import add_wire
 from oases.kernels.quantized import dequantize, quantize
-from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.reporting import register
 from oases.simulator import simulate
 from oases.simulator.peaks import peak_flops
-from oases.train.config import config_for
-from oases.train.meter import Meter, StepParts
-from oases.train.metrics import Peak, StepReport
 from oases_bench.pipeline import PipelineBenchConfig, _Contestant
+from oases_train.config import config_for
+from oases_train.meter import Meter, StepParts
+from oases_train.metrics import Peak, StepReport
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH, STEPS, PEAK = 16, 4, 1e9
@@ -145,7 +145,7 @@ def test_measuring_changes_no_bit(four_ranks, corpus):
 
 def waits_for_a_late_rank():
     meter = Meter(dist.group.WORLD, [dist.group.WORLD] * 2, None, CPU)
-    from oases.parallel.collectives import all_reduce
+    from oases.distributed.collectives import all_reduce
 
     store = dist.distributed_c10d._get_default_store()
     for step in range(2):

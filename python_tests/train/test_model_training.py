@@ -9,11 +9,11 @@ import torch
 
 from oases import TrainConfig, Trainer, UsageError
 from oases.autotp.pipeline.dataflow import IGNORED
-from oases.train.instructions import Instructions
-from oases.train.model_options import Degrees
-from oases.train.plan import Run
-from oases.train.tokenizer import load_tokenizer
-from oases.train.tokens import open_corpus
+from oases.models.options import Degrees
+from oases_train.instructions import Instructions
+from oases_train.plan import Run
+from oases_train.tokenizer import load_tokenizer
+from oases_train.tokens import open_corpus
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=32, num_hidden_layers=2,
@@ -304,7 +304,7 @@ def test_models_of_other_kinds_are_named(llama, tmp_path, monkeypatch, given, na
     """Where the file says so without transformers, whose import takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(given))
     if given["model_type"] in ("t5", "bert"):
-        monkeypatch.setattr("oases.train.model_stage.configuration", lambda data: pytest.fail("imports transformers"))
+        monkeypatch.setattr("oases_train.model_stage.configuration", lambda data: pytest.fail("imports transformers"))
     with pytest.raises(UsageError, match="trains models that predict the next token, or a text from") as refused:
         config_of(llama)
     assert named in str(refused.value)

@@ -9,12 +9,12 @@ from covering import covering, every_pair, pairs_in
 from plan_runs import MODEL, check_curve, config_values, curve, even, plan_of
 
 from oases import TrainConfig, Trainer
+from oases.distributed.fsdp import local
 from oases.errors import UsageError
-from oases.parallel.fsdp import local
 from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
-from oases.train.config import config_for
-from oases.train.plan import Run
+from oases_train.config import config_for
+from oases_train.plan import Run
 
 KINDS = ("tensor", "sequence", "pipeline", "data", "fsdp", "recompute", "compile")
 

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
+from oases.distributed.optimizer import state_of
 from oases.errors import UsageError
-from oases.parallel.optimizer import state_of
 from oases.plans.plan import Plan
-from oases.train import plan as plans
-from oases.train.config import config_for
-from oases.train.plan import Run
+from oases_train import plan as plans
+from oases_train.config import config_for
+from oases_train.plan import Run
 
 
 @pytest.mark.parametrize("name", PLANS[2])

@@ -8,14 +8,14 @@ from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
-from oases.parallel.fsdp import local
-from oases.parallel.optimizer import state_of, weight_of
+from oases.distributed.fsdp import local
+from oases.distributed.optimizer import state_of, weight_of
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
-from oases.train.config import config_for
-from oases.train.optimizer import adamw
+from oases_train.config import config_for
+from oases_train.optimizer import adamw
 
 CONFIG = TrainConfig(
     hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=6, warmup=1, validation_batches=1, learning_rate=3e-3,

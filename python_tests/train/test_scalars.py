@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
-from oases.train.logs import Scalars
+from oases_train.logs import Scalars
 
 VALUES = {
     "hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "batch": 16, "warmup": 1, "validation_batches": 1,

@@ -6,11 +6,11 @@ import pytest
 from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
+from oases.core.schedule import ScheduleError, format_schedule, generate, generate_pipeline
+from oases.core.schedule.experts import generate_experts
 from oases.errors import UsageError
 from oases.plans.plan import Plan
-from oases.schedule import ScheduleError, format_schedule, generate, generate_pipeline
-from oases.schedule.experts import generate_experts
-from oases.train.plan import Run
+from oases_train.plan import Run
 
 CONFIG = TrainConfig(
     hidden=32, layers=4, heads=4, sequence=16, batch=8, steps=3, warmup=1, validation_batches=1, learning_rate=3e-3,

@@ -9,8 +9,8 @@ from oases import Trainer
 from oases.cli import main
 from oases.errors import UsageError
 from oases.testing import RankPool
-from oases.train.config import config_for
-from oases.train.plan import Run
+from oases_train.config import config_for
+from oases_train.plan import Run
 
 # Every pair of pipeline, schedule inside of a stage, recomputation and cut of the four ranks.
 COVER = {

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from plan_runs import DEEP, even, plan_of
 
 from oases import Trainer
+from oases.checkpoint import files as checkpoint
+from oases.checkpoint import integrity
+from oases.checkpoint.metadata import FORMAT
 from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit
 from oases.plans.plan import Plan
-from oases.train.checkpoint import files as checkpoint
-from oases.train.checkpoint import integrity
-from oases.train.checkpoint.metadata import FORMAT
-from oases.train.config import config_for
-from oases.train.step_check import LossError
+from oases_train.config import config_for
+from oases_train.step_check import LossError
 
 TP = even(4, 2, 2, "oases", "some", "shifted_critical_path").to_json()
 DP = even(4, 2, 1, "sync", "none", "one_f_one_b", 2, zero=True).to_json()

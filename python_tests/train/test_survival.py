@@ -22,9 +22,9 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _restart_or_exit
-from oases.train.logs import StepLog, last_logged_step
-from oases.train.plan import Run
-from oases.train.step_check import LossError, StepCheck
+from oases_train.logs import StepLog, last_logged_step
+from oases_train.plan import Run
+from oases_train.step_check import LossError, StepCheck
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,

@@ -10,10 +10,10 @@ import pytest
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
-from oases.train.data import PIECE_CHARACTERS, TextCorpus
-from oases.train.plan import Run
-from oases.train.tokenizer import Bytes, load_tokenizer
-from oases.train.tokens import TokenCorpus, open_corpus
+from oases_train.data import PIECE_CHARACTERS, TextCorpus
+from oases_train.plan import Run
+from oases_train.tokenizer import Bytes, load_tokenizer
+from oases_train.tokens import TokenCorpus, open_corpus
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "".join(f"{i} plus {i % 7} is {i + i % 7}, naïve?\n" for i in range(3000))

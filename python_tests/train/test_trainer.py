@@ -9,9 +9,9 @@ import torch.distributed as dist
 from auto_choice import measuring
 
 from oases import TrainConfig, Trainer
+from oases.checkpoint.contents import set_choices
 from oases.errors import UsageError
-from oases.train.checkpoint.contents import set_choices
-from oases.train.model_options import Degrees
+from oases.models.options import Degrees
 
 CONFIG = TrainConfig(
     hidden=32,

@@ -6,7 +6,7 @@ import pytest
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
-from oases.train.logs import scalars_of
+from oases_train.logs import scalars_of
 
 VALUES = {
     "hidden": 16, "layers": 1, "heads": 4, "sequence": 8, "batch": 16, "warmup": 1, "validation_batches": 1,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from virtual_stacks import LAYERS, given, make_stack, on, step
 
-from oases.execution.failure import FailedRankError
+from oases.core.execution.failure import FailedRankError
 
 
 class Failing(torch.autograd.Function):

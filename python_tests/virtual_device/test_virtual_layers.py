@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from oases import OverlappedMoE, OverlappedStack
+from oases.distributed.mesh import Mesh
 from oases.models.gpt import GPT, GPTConfig, transformer_blocks
 from oases.moe.dispatch import RoutingError
 from oases.moe.stack import ExpertStack
-from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages, waiting_for
-from oases.parallel.pipeline import StageRunner
-from oases.schedule import Op
-from oases.schedule.pipeline import generate_pipeline
+from oases.core.schedule import Op
+from oases.core.schedule.pipeline import generate_pipeline
+from oases.distributed.mesh import Mesh
+from oases.distributed.messages import StageMessages, waiting_for
+from oases.distributed.pipeline import StageRunner
 
 STAGES, MICRO_BATCHES, WIDTH = 3, 4, 8
 

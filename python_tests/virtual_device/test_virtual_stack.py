@@ -15,9 +15,9 @@ from virtual_stacks import HIDDEN, given, make_stack, on, step
 
 import oases
 from oases import OverlappedStack
-from oases.execution.executor import AT_ONCE
-from oases.execution.group import scheduler_of
-from oases.train.meter import Meter
+from oases.core.execution.executor import AT_ONCE
+from oases.core.execution.group import scheduler_of
+from oases_train.meter import Meter
 
 
 @pytest.mark.few(3)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from at_hand import poll_often
 from virtual_stacks import given, make_stack, on, step
 
-from oases.execution.group import scheduler_of
+from oases.core.execution.group import scheduler_of
 from oases.testing import RankPool
 
 PIECE = 2 << 20

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.execution.failure import FailedRankError, Failure, monitor_of
-from oases.execution.failure import error_of as raised_by_all
-from oases.execution.group import scheduler_of
+from oases.core.execution.failure import FailedRankError, Failure, monitor_of
+from oases.core.execution.failure import error_of as raised_by_all
+from oases.core.execution.group import scheduler_of
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.testing import RankPool

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from virtual_stacks import BATCH, HIDDEN, TOKENS, make_stack, on, step
 
-from oases.execution.group import scheduler_of
-from oases.execution.wire import add_wire
-from oases.parallel.mesh import Mesh
-from oases.parallel.messages import StageMessages
-from oases.parallel.pipeline import StageRunner
-from oases.schedule import generate_pipeline
+from oases.core.execution.communication import add_wire
+from oases.core.execution.group import scheduler_of
+from oases.core.schedule import generate_pipeline
+from oases.distributed.mesh import Mesh
+from oases.distributed.messages import StageMessages
+from oases.distributed.pipeline import StageRunner
 
 WIRES = ("int8", "fp8", "int4:rotated")
 SIZES = (1, 300, 40000, (1 << 20) + 5)

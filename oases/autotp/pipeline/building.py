@@ -16,12 +16,12 @@ from oases.autotp.pipeline.dataflow import dataflow_of, flops_by_layer, units_of
 from oases.autotp.pipeline.stages import Division, balanced_counts, divide
 from oases.autotp.pipeline.units import Units, take_stage
 from oases.autotp.preconditions import options_of, require_runnable
+from oases.core.schedule import Schedule
+from oases.core.schedule.pipeline import resolve_pipeline
+from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.parallel.mesh import Mesh
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
-from oases.schedule import Schedule
-from oases.schedule.pipeline import resolve_pipeline
 
 DIMENSIONS = ("pp", "dp", "tp")
 """Dimensions of a mesh, in the order of the ranks of a run: neighbours are of one tensor-parallel group."""

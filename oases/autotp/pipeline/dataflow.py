@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from oases.autotp.export import running_without_data
 from oases.autotp.layers import Inputs, complete_inputs
 from oases.errors import UsageError
-from oases.parallel.loss import IGNORED
+from oases.layers.loss import IGNORED
 
 _MEAN = 1
 """torch's number of the reduction "mean"."""

@@ -1,6 +1,6 @@
 """FSDP and ZeRO of a model that trains by `train_step`: weights, gradients and optimizer state over its replicas.
 
-The blocks of stacks are units of their own, which the stack's schedule gathers and frees (`oases.parallel.fsdp`).
+The blocks of stacks are units of their own, which the stack's schedule gathers and frees (`oases.distributed.fsdp`).
 Experts of a degree of their own are a second unit of their block, over the ranks that have the same ones. All other
 weights are one unit: embeddings, heads, and layers that do not run across layers. It stays gathered from the
 first forward pass of a step until its gradients are averaged; with ZeRO all units do. Weights that are computed in
@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from oases.autotp.block import GraphBlock
 from oases.autotp.program import mangled
 from oases.autotp.runner import Runner
+from oases.core.blocks.gathering import BlockUnit
+from oases.core.execution.group import group_of, group_size
+from oases.core.execution.propagation import differentiable
+from oases.distributed.expert_groups import ExpertGroups, groups_of_experts
+from oases.distributed.fsdp import FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
+from oases.distributed.mesh import Mesh
+from oases.distributed.precision import is_low
+from oases.distributed.replicas import AverageSwitch
+from oases.distributed.sharded_gradients import ShardedGradientAverager
 from oases.errors import UsageError
-from oases.execution.group import group_of, group_size
-from oases.execution.propagation import differentiable
-from oases.parallel.expert_groups import ExpertGroups, groups_of_experts
-from oases.parallel.fsdp import BlockUnit, FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
-from oases.parallel.mesh import Mesh
-from oases.parallel.precision import is_low
-from oases.parallel.replicas import AverageSwitch
-from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
 def _outer_weights(

@@ -18,19 +18,19 @@ from oases.autotp.pipeline.fsdp import CallsOfShards, require_steps, shard_weigh
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
+from oases.core.execution.agreement import alike, is_sampled, samples_of
+from oases.core.execution.executor import Context
+from oases.core.execution.group import all_gather_objects, group_of
+from oases.distributed.collectives import all_reduce
+from oases.distributed.expert_groups import averaged_parts
+from oases.distributed.fsdp import FsdpUnit, HeldUnit, local
+from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.messages import StageMessages
+from oases.distributed.pipeline import StageRunner
+from oases.distributed.replicas import AverageSwitch, average_over
+from oases.distributed.sharded_gradients import ShardedGradientAverager
 from oases.errors import UsageError
-from oases.execution.agreement import alike, is_sampled, samples_of
-from oases.execution.executor import Context
-from oases.execution.group import all_gather_objects, group_of
-from oases.parallel.collectives import all_reduce
-from oases.parallel.expert_groups import averaged_parts
-from oases.parallel.fsdp import FsdpUnit, HeldUnit, local
-from oases.parallel.gradient_averaging import GradientAverager
-from oases.parallel.loss import IGNORED
-from oases.parallel.messages import StageMessages
-from oases.parallel.pipeline import StageRunner
-from oases.parallel.replicas import AverageSwitch, average_over
-from oases.parallel.sharded_gradients import ShardedGradientAverager
+from oases.layers.loss import IGNORED
 
 MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from oases.autotp.gathering import full_state_dict
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+from oases.distributed.mesh import mesh_of
 from oases.errors import UsageError
-from oases.parallel.mesh import mesh_of
 
 
 def patch_accelerate(module: Any) -> None:

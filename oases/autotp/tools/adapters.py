@@ -13,8 +13,8 @@ from torch import nn
 
 from oases.autotp.export import twin_of, without_data
 from oases.autotp.vocabulary import become_plain, is_vocabulary_parallel
+from oases.core.blocks.sharding import cuts, sharded_modules, sharded_parameters
 from oases.errors import UsageError
-from oases.parallel.sharding import cuts, sharded_modules, sharded_parameters
 
 _SHARDING = ("shard_dims", "shard_segments", "tensor_parallel", "_group_name", "_group_rank")
 _FREE = {

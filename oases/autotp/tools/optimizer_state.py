@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks
+from oases.core.blocks.sharding import Cut, cuts, holders
+from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, resolve
+from oases.distributed.optimizer import ShardedOptimizer
+from oases.distributed.shard_map import ModelTensor, TensorShard
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, resolve
-from oases.parallel.optimizer import ShardedOptimizer
-from oases.parallel.shard_map import ModelTensor, TensorShard
-from oases.parallel.sharding import Cut, cuts, holders
 
 _ACCEPTS = "_oases_accepts_full_state"
 _MASTERS = "master_weights"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from oases.autotp.tools.accelerate import require_callable
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+from oases.distributed.guards import whole_rows
 from oases.errors import UsageError
-from oases.parallel.guards import whole_rows
 
 _REFUSED = {
     "fsdp": "the mesh's dimension 'dp' for replicas, or fully_shard in a loop of your own",

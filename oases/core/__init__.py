@@ -1,0 +1,1 @@
+"""Core of oases: a schedule is data, and is executed. Read this folder first."""

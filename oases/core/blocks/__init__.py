@@ -1,0 +1,1 @@
+"""Tensor-parallel blocks that are run by a schedule."""

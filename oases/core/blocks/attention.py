@@ -1,0 +1,141 @@
+"""Causal attention in sub-batches of tokens, which read the keys and values of the ones before.
+
+A sub-batch's queries need no later key, so the all-reduce of one sub-batch is hidden under the attention of the next
+as it is between samples. In the backward pass the last sub-batch goes first: a key's gradient is complete when every
+later sub-batch has added its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oases.core.execution.piece import Piece
+
+_CERTAINLY_EXCLUDED = -1e4
+"""Addend of a score from which on its weight is zero, whatever the others are."""
+
+_current: ContextVar[EarlierKeys | None] = ContextVar("oases_earlier_keys", default=None)
+
+
+class EarlierKeys:
+    """Keys and values of one block by sub-batch of tokens, and their gradients. number: of sub-batches.
+
+    It holds nothing for blocks that do not call `causal_attention`.
+    """
+
+    def __init__(self, block: int, number: int) -> None:
+        self._block, self._number = block, number
+        self._made: dict[int, list[Tensor]] = {}  # by sub-batch, in the order of the calls
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._done: set[int] = set()  # sub-batches whose backward pass has run
+        self._calls = 0
+        self._now = 0
+        self._piece: Piece | None = None
+
+    def around(self, s: int, function: Callable[[], Tensor]) -> Tensor:
+        """Call the forward pass of sub-batch `s`; it may be repeated."""
+        self._made[s], self._now, self._piece = [], s, None
+        token = _current.set(self)
+        try:
+            return function()
+        finally:
+            _current.reset(token)
+            self._calls, self._piece = len(self._made[s]), None
+
+    def end(self, s: int) -> None:
+        """After the forward pass of sub-batch `s`: release what no later one reads."""
+        if s == self._number - 1:
+            self._made.clear()
+
+    def record(self, piece: Piece) -> None:
+        """Have a piece record what the sub-batch reads of others and makes for them."""
+        self._piece = piece
+
+    def after(self, tensor: Tensor) -> Tensor:
+        """This sub-batch's keys or values [..., tokens, width], after the ones of earlier sub-batches."""
+        own = self._made[self._now]
+        self._require_order(range(self._now), self._made, "keys")
+        before = [self._made[t][len(own)] for t in range(self._now)]
+        if self._piece is None:
+            own.append(tensor.detach())
+        else:
+            before = [self._piece.input(each) for each in before]
+            own.append(self._piece.output(tensor, False))
+        return torch.cat([*before, tensor], -2) if before else tensor
+
+    def gradients(self, s: int) -> list[Tensor | None]:
+        """Gradients of the keys and values of sub-batch `s` through later ones; taken once."""
+        self._now = s
+        if self._calls:
+            self._require_order(range(s + 1, self._number), self._done, "gradients of keys")
+        self._done.add(s)
+        return self._gradients.pop(s, [None] * self._calls)
+
+    def add(self, found: Sequence[Tensor | None]) -> None:
+        """Add the gradients of what that sub-batch read of earlier ones."""
+        for place, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            call, earlier = divmod(place, self._now)
+            sums = self._gradients.setdefault(earlier, [None] * self._calls)
+            held = sums[call]
+            sums[call] = gradient if held is None else held.add_(gradient)
+
+    def _require_order(self, needed: Iterable[int], held: Collection[int], what: str) -> None:
+        missing = [s for s in needed if s not in held]
+        if missing:
+            raise RuntimeError(
+                f"sub-batch {self._now} of block {self._block} needs {what} of sub-batch {missing[0]}, which the "
+                "schedule runs later; list sub-batches of tokens in order in the forward pass, in reverse in the "
+                "backward pass, or name the block in joint="
+            )
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool | None = None, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`F.scaled_dot_product_attention`, causal without a mask, also in sub-batches of tokens.
+
+    A block with `causal = True` calls it, and nothing else that relates tokens. query, key, value: [batch, heads,
+    tokens, width]. attn_mask: of the whole sequence, as for torch, and causal, too.
+    Raises ValueError in a sub-batch of tokens for dropout, whose mask would be another, and for is_causal=False
+    without a mask.
+    """
+    is_causal = attn_mask is None if is_causal is None else is_causal
+    keys = None if torch.compiler.is_compiling() else _current.get()
+    if keys is not None:
+        if dropout_p or not (is_causal or attn_mask is not None):
+            raise ValueError(
+                f"attention with dropout_p={dropout_p} and is_causal={is_causal} cannot be cut along the sequence; "
+                "leave causal = True out of the block"
+            )
+        key, value = keys.after(key), keys.after(value)
+        attn_mask, is_causal = _of_sub_batch(query, key, attn_mask)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _of_sub_batch(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
+    """Mask and `is_causal` of the last queries over all keys so far."""
+    tokens, end = query.shape[-2], key.shape[-2]
+    if mask is not None:
+        rows = mask if mask.shape[-2] == 1 else mask.narrow(-2, end - tokens, tokens)
+        return (rows if mask.shape[-1] == 1 else rows.narrow(-1, 0, end)), False
+    if tokens == end:
+        return None, True
+    return torch.ones(tokens, end, dtype=torch.bool, device=query.device).tril(end - tokens), False
+
+
+def is_causal_mask(mask: Tensor) -> bool:
+    """Whether a mask [..., tokens, tokens] excludes all later tokens, and in no row all tokens. Reads the values."""
+    if mask.dim() < 2 or mask.shape[-2] != mask.shape[-1]:
+        return False
+    allowed = mask if mask.dtype == torch.bool else mask > _CERTAINLY_EXCLUDED
+    return bool(allowed.any(-1).all() & ~allowed.triu(1).any())

@@ -1,0 +1,324 @@
+"""Sub-batches of a call, this rank's part of the sequence, and the blocks' inputs besides the activation.
+
+Inputs (masks, tables, position biases, an encoder's states, programs) belong to a call, not to a block: another
+forward pass may run before this call's backward pass, and recomputation reads them again. A tensor that many blocks
+read gets one gradient: the sum over blocks and sub-batches, and over the ranks for uses before an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from oases.core.blocks.randomness import Extent
+from oases.core.execution.communication import Scheduler
+from oases.core.execution.piece import Leaves
+from oases.core.schedule import LayerOf, Schedule, along_sequence, generate, recomputed_layers
+
+_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
+
+
+def refuse_mixing(blocks: nn.ModuleList) -> None:
+    """Raise ValueError for modules whose result for one sample depends on others: sub-batches would change it.
+
+    These are batch norms, mixtures of experts with a capacity, and modules with a true attribute `mixes_samples`.
+    """
+    for name, module in blocks.named_modules():
+        why = None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = "mixes the samples of a batch"
+        elif getattr(module, "mixes_samples", False):
+            why = "has mixes_samples set"
+        elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
+            why = "drops tokens beyond a capacity that all samples of a batch share"
+        if why is not None:
+            raise ValueError(
+                f"block module '{name}' ({type(module).__name__}) {why}, so sub-batches would change its result; use "
+                "a norm per sample, such as LayerNorm, and experts without a capacity"
+            )
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """This rank's part of the sequence under sequence parallelism: number `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of [batch, tokens, ...], a view."""
+        return whole if self.size == 1 else whole.chunk(self.size, dim=1)[self.rank]
+
+
+class SubBatches:
+    """Sub-batches of an input of `shape`, [batch, tokens, ...], under `schedule`: samples, or tokens.
+
+    tokens: this rank's part of the sequence between blocks. Where the length does not divide, the first sub-batches
+    are longer by one.
+    """
+
+    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: SequenceShard) -> None:
+        self._shape = tuple(shape)
+        self._dim = 0 if schedule.along == "batch" else 1
+        self.along = schedule.along
+        self.tokens = tokens
+        self.number = schedule.num_sub_batches
+        short, longer = divmod(self._shape[self._dim], self.number)
+        self.sizes = [short + (s < longer) for s in range(self.number)]
+        """Length of each along the split dimension."""
+
+    def split(self, whole: Tensor, dim: int | None = None) -> tuple[Tensor, ...]:
+        """Sub-batches of a tensor as long as the input along the split dimension; views. dim: the tensor's own."""
+        return whole.split(self.sizes, self._dim if dim is None else dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int | None = None) -> Tensor:
+        """Inverse of `split`."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), self._dim if dim is None else dim)
+
+    def whole_extent(self, s: int = 0) -> Extent:
+        """Extent of the whole batch, for ops of blocks that need all tokens at once."""
+        return Extent(0, self._shape[0])
+
+    def extent(self, s: int) -> Extent:
+        """Extent of the tensors of sub-batch `s` inside a block."""
+        first = sum(self.sizes[:s])
+        if self._dim:
+            return Extent(0, self._shape[0], first, self._shape[1])
+        return Extent(first, self.sizes[s])
+
+    def extent_between(self, s: int) -> Extent:
+        """Extent of this rank's tensors of sub-batch `s` between blocks."""
+        rank, size = self.tokens.rank, self.tokens.size
+        if size == 1:
+            return self.extent(s)
+        return replace(self.extent(s), first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
+
+
+class SmallBatches:
+    """Schedules in place of a stack's own where a batch has fewer samples than sub-batches, made once each.
+
+    They recompute the same.
+
+    lay_out: makes a schedule that the stack can run.
+    """
+
+    def __init__(self, num_blocks: int, layer_of: LayerOf, lay_out: Callable[[Schedule], Schedule]) -> None:
+        self._num_blocks, self._layer_of, self._lay_out = num_blocks, layer_of, lay_out
+        # By the id of the schedule, which the stack holds.
+        self._by_tokens: dict[tuple[int, frozenset[int]], Schedule] = {}
+        self._whole: dict[int, Schedule] = {}
+
+    def by_tokens(self, schedule: Schedule, joint: frozenset[int]) -> Schedule:
+        """Sub-batches of tokens. joint: blocks that need all tokens at once."""
+        if (id(schedule), joint) not in self._by_tokens:
+            again, parts = self._recomputed(schedule), schedule.num_sub_batches
+            self._by_tokens[id(schedule), joint] = along_sequence(
+                self._num_blocks, parts, joint, again, self._layer_of
+            )
+        return self._by_tokens[id(schedule), joint]
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The unsplit batch."""
+        if id(schedule) not in self._whole:
+            again = self._recomputed(schedule)
+            self._whole[id(schedule)] = self._lay_out(generate("sync", self._num_blocks, 1, again, self._layer_of))
+        return self._whole[id(schedule)]
+
+    def is_whole(self, schedule: Schedule) -> bool:
+        """Whether a schedule is such a replacement by the unsplit batch."""
+        return any(schedule is each for each in self._whole.values())
+
+    def _recomputed(self, schedule: Schedule) -> int:
+        return recomputed_layers(schedule.recomputed_blocks, self._num_blocks, self._layer_of)
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """Further arguments of one block's methods in one call, after their own: `partial(x, *values)`.
+
+    values: tensors, None or any other object. Tensors that require grad get gradients; those inside of other objects
+    do not. per_sample: for each value, whether it is a tensor [batch, ...] to split into sub-batches like the
+    activation; others are passed whole. tokens: for each value, the dimension along which sub-batches of tokens get
+    their part of it, None to pass it whole, as to blocks that need all tokens; None for all where blocks that read
+    these values cannot be cut along the sequence. Raises ValueError where they do not fit.
+    """
+
+    values: tuple[Any, ...] = ()
+    per_sample: tuple[bool, ...] = ()
+    tokens: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and len(self.tokens) != len(self.values):
+            raise ValueError(
+                f"{len(self.values)} values have {len(self.tokens)} entries of tokens; give one for each"
+            )
+        if len(self.values) != len(self.per_sample):
+            raise ValueError(
+                f"{len(self.values)} values have {len(self.per_sample)} entries of per_sample; give one for each"
+            )
+        for index, (value, cut) in enumerate(zip(self.values, self.per_sample, strict=True)):
+            if cut and not isinstance(value, Tensor):
+                raise ValueError(
+                    f"value {index} is cut per sample, but is not a tensor ({type(value).__name__}); give it as "
+                    "per_sample=False to pass it whole"
+                )
+
+
+def tensors_in(inputs: Sequence[BlockInputs]) -> list[Tensor]:
+    """Tensors among the values and inside of their lists, tuples and dicts, each once."""
+    values = {id(value): value for each in inputs for value in each.values}
+    return list({id(v): v for v in tree_leaves(list(values.values())) if isinstance(v, Tensor)}.values())
+
+
+def differentiable(inputs: Sequence[BlockInputs]) -> list[Tensor]:
+    """Tensors among the values that require grad, each once, in the order of their first block."""
+    found = {id(value): value for each in inputs for value in each.values if isinstance(value, Tensor)}
+    return [tensor for tensor in found.values() if tensor.requires_grad]
+
+
+class CallInputs:
+    """Inputs of one call, split into sub-batches, and their accumulated gradients.
+
+    given: one BlockInputs per block, or () where blocks read the activation alone. with_gradients: whether there will
+    be a backward pass. Raises ValueError for a value to be cut of another length than the activation's.
+    """
+
+    def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
+        self.tensors = differentiable(given) if with_gradients and given else []
+        """Tensors that get gradients, in the order of `gradients`."""
+        self._cut = cut
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch; of tokens, last the whole
+        self.lowest_reader: int | None = None
+        """Lowest block that reads such a tensor, and so the last one that contributes to its gradient."""
+        self.leaves: list[Leaves] = []
+        """Stand-ins of those tensors: one holder, or none."""
+        # Of each stand-in: its tensor's number, the dimension along which it is cut, its sub-batch.
+        self._names: list[tuple[int, int | None, int]] = []
+        self._shares: list[Tensor | None] = []
+        self._tickets: list[tuple[Any, Tensor]] = []
+        if given:
+            self._cut_up(given)
+
+    def _cut_up(self, given: Sequence[BlockInputs]) -> None:
+        of_tokens = self._cut.along == "sequence"
+        parts: dict[tuple[int, int | None], list[Any]] = {}
+        stood_for: list[Tensor] = []
+        for block, each in enumerate(given):
+            for index, (value, dim) in enumerate(zip(each.values, self._dims(each), strict=True)):
+                self._require_length(value, dim, index, block)
+                for asked in (dim, None) if of_tokens else (dim,):
+                    if (id(value), asked) not in parts:
+                        parts[id(value), asked] = self._parts(value, asked, stood_for)
+                if self.lowest_reader is None and id(value) in self._numbers:
+                    self.lowest_reader = block
+        if stood_for:
+            self.leaves = [Leaves(stood_for)]
+            stand_ins = dict(zip(map(id, stood_for), self.leaves[0].stand_ins, strict=True))
+            parts = {key: [stand_ins.get(id(part), part) for part in found] for key, found in parts.items()}
+        nothing: list[tuple[Any, ...]] = [()] * self._cut.number
+        known: dict[int, list[tuple[Any, ...]]] = {}  # blocks of a layer usually share one object
+        for each in given:
+            if id(each) not in known:
+                columns = [parts[id(value), dim] for value, dim in zip(each.values, self._dims(each), strict=True)]
+                whole = [tuple(parts[id(value), None][0] for value in each.values)] if of_tokens else []
+                known[id(each)] = [*(zip(*columns, strict=True) if columns else nothing), *whole]
+            self._values.append(known[id(each)])
+
+    def _dims(self, each: BlockInputs) -> Sequence[int | None]:
+        """Dimension along which each value is cut."""
+        if self._cut.along == "sequence":
+            return each.tokens or (None,) * len(each.values)
+        return [0 if cut else None for cut in each.per_sample]
+
+    def _require_length(self, value: Any, dim: int | None, index: int, block: int) -> None:
+        length, of_tokens = sum(self._cut.sizes), self._cut.along == "sequence"
+        if dim is None or (isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == length):
+            return
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        if of_tokens:
+            raise ValueError(
+                f"value {index} of block {block} has {found} and is cut along dimension {dim}, but the sequence has "
+                f"{length} tokens; give it that many, or None in tokens"
+            )
+        raise ValueError(
+            f"value {index} of block {block} has {found} and is cut per sample, but the batch has {length} samples; "
+            "give it one row for each, or as per_sample=False"
+        )
+
+    def values(self, block: int, s: int, *, whole: bool = False) -> tuple[Any, ...]:
+        """Arguments of a block's methods besides the activation, for sub-batch `s`.
+
+        whole: for all sub-batches of tokens at once.
+        """
+        return self._values[block][-1 if whole else s] if self._values else ()
+
+    def versions(self) -> list[int]:
+        """Versions of the tensors among the values and inside of their lists, tuples and dicts."""
+        rows = list({id(rows): rows for rows in self._values}.values())
+        return [v._version for v in tree_leaves(rows) if isinstance(v, Tensor)]
+
+    def start_sums(self, scheduler: Scheduler, label: str) -> None:
+        """Start to sum partial gradients over the ranks, after the last block that contributes."""
+        self._shares = self._joined(self.leaves[0].take(False))
+        self._tickets = [(scheduler.all_reduce(share, label), share) for share in self._shares if share is not None]
+
+    def gradients(self, scheduler: Scheduler) -> list[Tensor | None]:
+        """Wait for the sums; return the gradients of `tensors`, None where nothing depends on one."""
+        if not self.leaves:
+            return []
+        for ticket, _ in self._tickets:
+            scheduler.wait(ticket)
+        whole = self._joined(self.leaves[0].take(True))
+        shares = self._shares or [None] * len(whole)
+        found = [_sum(share, other) for share, other in zip(shares, whole, strict=True)]
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Release values and gradients."""
+        for held in (self._values, self.leaves, self._shares, self._tickets):
+            held.clear()
+
+    def _parts(self, value: Any, dim: int | None, stood_for: list[Tensor]) -> list[Any]:
+        """The value of each sub-batch. stood_for: extended by parts that get a gradient, for `Leaves`."""
+        number = self._numbers.get(id(value))
+        if isinstance(value, Tensor):
+            value = value.detach()  # keep the caller's graph out
+        if dim is None:
+            parts = [value] * self._cut.number
+            own = [] if number is None else [value.requires_grad_()]
+        else:
+            parts = list(self._cut.split(value, dim))
+            if number is not None:
+                parts = [part.detach().requires_grad_() for part in parts]
+            own = [] if number is None else parts
+        stood_for += own
+        self._names += [(number, dim, s) for s in range(len(own)) if number is not None]
+        return parts
+
+    def _joined(self, sums: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients by tensor, concatenated from those of sub-batches."""
+        by_name = dict(zip(self._names, sums, strict=True))
+        found: list[Tensor | None] = []
+        for number, tensor in enumerate(self.tensors):
+            total = by_name.get((number, None, 0))
+            for dim in dict.fromkeys(dim for of, dim, _ in self._names if of == number and dim is not None):
+                parts = [by_name[number, dim, s] for s in range(self._cut.number)]
+                if any(part is not None for part in parts):
+                    places = zip(parts, self._cut.split(tensor.detach(), dim), strict=True)
+                    rows = [torch.zeros_like(place) if part is None else part for part, place in places]
+                    total = _sum(total, self._cut.join(rows, dim))
+            found.append(total)
+        return found
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)

@@ -1,0 +1,268 @@
+"""Call of an OverlappedStack: its gradients, returned block by block, and the ranks' common seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.core.blocks.gathering import BlockUnit, UnitGatherer
+from oases.core.blocks.program import BlockProgram
+from oases.core.blocks.sharding import register_shards, sharded_parameters
+from oases.core.blocks.work import BlockWork
+from oases.core.execution.autotune import Turn
+from oases.core.execution.call import ScheduledCall
+from oases.core.execution.clock import synchronize
+from oases.core.execution.communication import NullScheduler, Scheduler
+from oases.core.execution.executor import Context
+from oases.core.execution.failure import FailureMonitor
+from oases.core.execution.group import ProcessGroup, all_gather_objects
+from oases.core.execution.piece import BlockParameters, Leaves
+from oases.core.schedule import ScheduleError
+
+
+class StackParameters(BlockParameters):
+    """Parameters of a block, divided into sharded and replicated ones.
+
+    sharded, replicated: indices of those that require gradients.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        register_shards(block)
+        plain = getattr(block, "_orig_mod", block)
+        cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
+        cut |= {id(plain.get_parameter(name)) for name in getattr(plain, "local", ())}
+        self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
+        self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
+
+
+def apart(parameters: list[StackParameters]) -> list[StackParameters]:
+    """Return the parameters of all blocks. ValueError where blocks share a module that is trained.
+
+    Stand-ins of one block would replace another's there.
+    """
+    held: dict[tuple[int, str], int] = {}
+    for block, each in enumerate(parameters):
+        for place, name in each.trained_places():
+            other = held.setdefault(place, block)
+            if other != block:
+                raise ValueError(
+                    f"blocks {other} and {block} of a stack share a module, that of the trained {name}; give each "
+                    "block modules of its own (they may share parameters), freeze it, or use oases.parallelize, "
+                    "which takes shared modules"
+                )
+    return parameters
+
+
+@dataclass
+class CallOptions:
+    """Options of one call: scheduler of its collectives, failure monitor, context.
+
+    turn: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
+    where weights are sharded over data-parallel ranks; else ().
+    """
+
+    scheduler: Scheduler
+    monitor: FailureMonitor | None
+    context: Context
+    turn: Turn | None = None
+    units: Sequence[BlockUnit] = ()
+
+
+class StackCall(ScheduledCall):
+    """Call of an OverlappedStack; used by `apply_call` and by a pipeline."""
+
+    RECOMPUTE = frozenset({"R", "RC"})
+
+    def __init__(
+        self, program: BlockProgram, work: BlockWork, parameters: Sequence[StackParameters], options: CallOptions,
+        *, differentiable: bool,
+    ) -> None:  # fmt: skip
+        if differentiable and not program.backward:
+            raise ScheduleError(
+                f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
+            )
+        super().__init__(
+            "OverlappedStack", program, work, parameters, monitor=options.monitor, context=options.context,
+            gathering=UnitGatherer(options.units) if options.units else None, differentiable=differentiable,
+        )  # fmt: skip
+        self._blocks, self._cut = work, parameters
+        self._scheduler, self._units = options.scheduler, options.units
+        self._turn = options.turn
+        self._seconds, self._elements = 0.0, 1
+        # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
+        self._shares: list[Tensor | None] = []
+        self._whole: list[Tensor | None] = []
+        self._pending: tuple[Any, Tensor, list[int]] | None = None
+
+    # --- the nodes of the outer graph ---
+
+    def entry_tensors(self) -> list[Tensor]:
+        """Replicated parameters of the first block, and differentiable inputs."""
+        return self._chosen(0, self._cut[0].replicated) + self._blocks.inputs.tensors
+
+    def block_tensors(self, block: int) -> list[Tensor]:
+        """Parameters whose gradients the block's node returns.
+
+        Replicated ones come one node later than sharded ones, which gives their small all-reduce time to complete.
+        """
+        sharded = self._chosen(block, self._cut[block].sharded)
+        above = block + 1
+        return sharded if above == self.num_blocks else sharded + self._chosen(above, self._cut[above].replicated)
+
+    def forward(self) -> Tensor:
+        """Run the forward pass, timed while a schedule is being chosen."""
+        self._start_clock()
+        output = super().forward()
+        self._stop_clock()
+        self._elements = max(1, output.numel())
+        return output
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin the backward pass. RuntimeError for a second one."""
+        self._start_clock()
+        super().begin(grad)
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
+        guard, parameters, above = self._guard, self._cut[block], block + 1
+        with guard:
+            self._run_to(self._ends[block])
+            guard.current_op = f"the gradients of block {block}"
+            replicated = self._summed(above) if above < self.num_blocks else []
+            shares, whole = self._blocks.gradients_of(block)
+            held = [number for number in parameters.replicated if shares[number] is not None]
+            if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
+                flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
+                label = self._label_of_replicated(block)
+                self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
+            self._shares, self._whole = shares, whole
+            if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
+                self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
+            return [self._gradient(number) for number in parameters.sharded] + replicated
+
+    def finish(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
+        with self._guard:
+            self._run_to(len(self._backward))
+            self._guard.current_op = "the gradient of the input"
+            grad = self._blocks.input_gradient()
+            others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
+        self._stop_clock()
+        if not self._blocks.keep_deferred:
+            self._note()
+        return grad, others
+
+    # --- for a pipeline, which splits the backward pass ---
+
+    def recompute(self) -> None:
+        """Run the recomputation ops and their collectives now, timed while a schedule is being chosen."""
+        self._start_clock()
+        super().recompute()
+        self._stop_clock()
+
+    def defer_weights(self) -> None:
+        """Skip W in the backward pass; `compute_weights` runs it later."""
+        self._blocks.keep_deferred = True
+
+    def compute_weights(self) -> None:
+        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run.
+
+        Once for each: hooks take the gradient for complete, also where several blocks share a parameter.
+        """
+        self._start_clock()
+        lowest = {
+            id(parameter): block
+            for block in reversed(range(self.num_blocks))
+            for parameter in self._cut[block].parameters
+        }
+        sums: dict[int, Tensor] = {}
+        with self._guard:
+            for block in reversed(range(self.num_blocks)):
+                self._guard.current_op = f"the weight gradients of block {block}"
+                found = self._blocks.weights_of(block)
+                for number in self._cut[block].replicated:
+                    gradient = found[number]
+                    if gradient is not None:
+                        label = self._label_of_replicated(block)
+                        self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
+                keys = [id(parameter) for parameter in self._cut[block].parameters]
+                for key, gradient in zip(keys, found, strict=True):
+                    if gradient is not None:
+                        sums[key] = sums[key].add_(gradient) if key in sums else gradient
+                numbers = [number for number, key in enumerate(keys) if key in sums and lowest[key] == block]
+                if numbers:
+                    torch.autograd.backward(self._chosen(block, numbers), [sums.pop(keys[n]) for n in numbers])
+                computed = self._units[block].computed if self._units else None
+                if computed is not None:
+                    computed()
+        self._stop_clock()
+        self._note()
+
+    # --- inside ---
+
+    def _label_of_replicated(self, block: int) -> str:
+        return f"replicated gradients of {self._program.label} layer {self._program.layer(block)}"
+
+    def _start_clock(self) -> None:
+        if self._turn is not None:
+            synchronize(self._blocks.device)
+            self._seconds -= time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        if self._turn is not None:
+            synchronize(self._blocks.device)
+            self._seconds += time.perf_counter()
+
+    def _note(self) -> None:
+        """Report the seconds of the passes; per element, because shapes that share a choice differ in size."""
+        if self._turn is not None:
+            self._turn.note(self._seconds / self._elements)
+
+    def _summed(self, block: int) -> list[Tensor | None]:
+        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks.
+
+        Those of a norm that ran with the block below have come since.
+        """
+        late = self._blocks.leaves[block].take(True)
+        self._whole = [
+            one if other is None else other if one is None else one + other
+            for one, other in zip(self._whole, late, strict=True)
+        ]
+        if self._pending is not None:
+            ticket, flat, numbers = self._pending
+            self._pending = None
+            self._scheduler.wait(ticket)
+            sizes = [self._shares[number].numel() for number in numbers]  # type: ignore[union-attr]
+            for number, part in zip(numbers, flat.split(sizes), strict=True):
+                self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
+        return [self._gradient(number) for number in self._cut[block].replicated]
+
+    def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
+        parameters, unit = self._cut[block], self._units[block] if self._units else None
+        tensors = parameters.whole(None if unit is None else unit.parameters)
+        return [tensors[number] for number in numbers]
+
+    def _gradient(self, number: int) -> Tensor | None:
+        share, whole = self._shares[number], self._whole[number]
+        if share is None or whole is None:
+            return whole if share is None else share
+        return share + whole
+
+
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[BlockUnit]) -> list[Leaves]:
+    """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
+    if not units:
+        return [Leaves(each.parameters) for each in parameters]
+    return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
+
+
+def agree_on_seed(group: ProcessGroup | None, calls: int) -> tuple[int, int]:
+    """Common seed and call count of the ranks, exchanged before the first call and after a failure."""
+    everyone = all_gather_objects((torch.initial_seed(), calls), group)
+    return everyone[0][0], max(calls for _, calls in everyone)  # after a failure some may be a call ahead

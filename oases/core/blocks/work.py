@@ -1,0 +1,368 @@
+"""Ops of tensor-parallel blocks on tensors: F, C, R, RC, BC, B and W, and their collectives.
+
+Every (block, sub-batch) has pieces of the autograd graph of its own, detached at the collectives, so the backward
+pass runs in schedule order instead of autograd's. With recomputation, a block keeps its input alone.
+
+Names: x = a block's input; h = the input of F: x itself, or with sequence parallelism the gathered x; y = F's partial
+sums and, after the wait, their sum; out = combine(x, y), the next block's x. In the backward pass g = gradient of h,
+a partial sum until its collective has completed, then the gradient of x through F.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.core.blocks.attention import EarlierKeys
+from oases.core.blocks.batch import CallInputs, SubBatches
+from oases.core.blocks.exchanges import ExchangeWork
+from oases.core.blocks.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
+from oases.core.blocks.program import BlockProgram
+from oases.core.blocks.randomness import MethodName, Randomness
+from oases.core.blocks.replicated import BetweenBlocks
+from oases.core.execution.communication import PendingCollective, Wire
+from oases.core.execution.executor import Place, Step
+from oases.core.execution.piece import Leaves, Piece, method_of, own_memory, read_only, recorded, tensor_of
+from oases.core.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
+
+_NO_CHANGE = nullcontext()
+_OF_EXPERTS = ("D", "E", "BF", "BE")
+
+
+class BlockWork:
+    """Tensors of one call between ops, and the implementation of each op.
+
+    cut: the sub-batches. inputs: inputs of the blocks besides `x`. leaves: the stand-ins of each block's parameters.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], program: BlockProgram, wire: Wire, x: Tensor, leaves: list[Leaves], *,
+        differentiable: bool, randomness: Randomness, cut: SubBatches, inputs: CallInputs,
+    ) -> None:  # fmt: skip
+        self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
+        self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
+        self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
+        self._keys = {b: EarlierKeys(b, cut.number) for b in range(len(blocks))
+                      if cut.along == "sequence" and b not in self._joint}  # fmt: skip
+        self._whole = cut.tokens.size == 1
+        """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
+        both = list(zip(blocks, program.halved, strict=True))
+        self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
+        self._traced = [block if hasattr(block, "_orig_mod") else None for block in blocks]
+        """By block, the block where it is compiled."""
+        self._between = BetweenBlocks(
+            blocks, program, leaves, randomness, cut, inputs, differentiable=differentiable, whole=self._whole
+        )
+        self._joined = {
+            b: JoinedNorm(below, above)
+            for b, (below, above) in enumerate(itertools.pairwise(blocks))
+            if program.joined[b + 1] and isinstance(below, PreNormBlock) and isinstance(above, PreNormBlock)
+        }
+        """By block, `combine` and the next block's norm where they may be one op."""
+        self.leaves = leaves
+        # Tensors between ops.
+        self._x: dict[Place, Tensor] = {}
+        self._h: dict[Place, Tensor] = {}
+        self._y: dict[Place, Tensor] = {}
+        self._to_gather: dict[Any, Tensor] = {}  # parts of a sequence, by the op that made them
+        self._flights: dict[Any, PendingCollective] = {}
+        self._outputs: dict[int, Tensor] = {}  # of the last block, by sub-batch
+        self._g: dict[Place, Tensor] = {}
+        self._grad_y: dict[Place, Tensor] = {}
+        self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
+        self._exchanges = ExchangeWork(blocks, program.order, leaves, inputs, differentiable=differentiable)
+        # State of the backward pass.
+        self._partial_pieces: dict[Place, Piece] = {}
+        self._joined_pieces: dict[Place, JoinedPiece] = {}
+        self.deferred: dict[Place, DeferredGradients] = {}
+        self.keep_deferred = False
+        """Whether the backward pass skips W, for `weights_of`."""
+        self._left_out: list[Place] = []
+        for s, part in enumerate(cut.split(x.detach())):
+            self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
+        randomness.begin()
+
+    def handlers(self) -> dict[str, Callable[[Step], None]]:
+        """Implementation of each op, by `Step.key`."""
+        return {
+            "F": self._do_F, "C": self._do_C, "R": self._do_R, "RC": self._do_RC,
+            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D, "E": self._exchanges.do_E,
+            "BF": self._do_BF, "BE": self._exchanges.do_BE,
+            **{f"all_to_all {kind}": self._exchanges.send for kind in _OF_EXPERTS},
+            **{f"wait {kind}": self._exchanges.wait for kind in _OF_EXPERTS},
+            "wait F": self._wait_F, "wait R": self._wait_F, "wait B": self._wait_B,
+            "wait BC": self._wait_BC, "wait C": self._wait_C, "wait RC": self._wait_C,
+            "all_reduce F": self._reduce_F, "all_reduce R": self._reduce_F, "all_reduce B": self._reduce_B,
+            "reduce_scatter F": self._scatter_F, "reduce_scatter R": self._scatter_F,
+            "reduce_scatter B": self._scatter_B,
+            "all_gather C": self._gather, "all_gather RC": self._gather, "all_gather BC": self._gather,
+        }  # fmt: skip
+
+    def output(self) -> Tensor:
+        """The output [batch, ...], in the order of the input, after the last op of the forward pass."""
+        self.randomness.end()
+        return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
+
+    def versions(self) -> list[int]:
+        """Versions of tensors of the caller that recomputation reads, which changes in place increase."""
+        held = [x._version for tensors in (self._x, self._h) for (block, _), x in tensors.items() if block == 0]
+        return held + self.inputs.versions()
+
+    def begin_backward(self, grad: Tensor) -> None:
+        """Set the gradient of the output."""
+        for s, part in enumerate(self._cut.split(grad)):
+            self._g[self._last + 1, s] = self._cut.tokens.part(part)
+
+    def input_gradient(self) -> Tensor:
+        """Gradient of the input, after the last op."""
+        grad = self._cut.join([self._total_gradient(0, s) for s in range(self._cut.number)])
+        if self._whole:
+            return grad
+        return self._wire.wait(self._wire.all_gather(grad, "gradient of the input"))
+
+    def gradients_of(self, block: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of a block by parameter index: partial sums over the ranks, and complete ones; taken once."""
+        leaves = self.leaves[block]
+        return leaves.take(False), leaves.take(True)
+
+    def weights_of(self, block: int) -> list[Tensor | None]:
+        """Deferred weight gradients of a block, by parameter index."""
+        for place in [place for place in self._left_out if place[0] == block]:
+            self.deferred.pop(place).compute()
+        return self.leaves[block].take(False)
+
+    def forget(self) -> None:
+        """Release every tensor; the scheduler keeps those that backends still write to."""
+        for held in (
+            self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
+            self._residual, self._between, self._partial_pieces, self._joined_pieces, self.deferred, self.leaves,
+            self._exchanges,
+        ):  # fmt: skip
+            held.clear()
+        self.inputs.forget()
+
+    # --- collectives ---
+
+    def _reduce_F(self, step: Step) -> None:  # noqa: N802
+        self._flights[step.carried] = self._wire.all_reduce(self._y.pop(step.place), step.label)
+
+    def _scatter_F(self, step: Step) -> None:  # noqa: N802
+        self._flights[step.carried] = self._wire.reduce_scatter(self._y.pop(step.place), step.label)
+
+    def _wait_F(self, step: Step) -> None:  # noqa: N802
+        self._y[step.place] = self._wire.wait(self._flights.pop(step.carried))
+
+    def _reduce_B(self, step: Step) -> None:  # noqa: N802
+        self._flights[step.carried] = self._wire.all_reduce(self._g.pop(step.place), step.label)
+
+    def _scatter_B(self, step: Step) -> None:  # noqa: N802
+        self._flights[step.carried] = self._wire.reduce_scatter(self._g.pop(step.place), step.label)
+
+    def _wait_B(self, step: Step) -> None:  # noqa: N802
+        self._g[step.place] = self._wire.wait(self._flights.pop(step.carried))
+
+    def _gather(self, step: Step) -> None:
+        part = self._to_gather.pop(step.carried)
+        self._flights[step.carried] = self._wire.all_gather(part, step.label)
+
+    def _wait_BC(self, step: Step) -> None:  # noqa: N802
+        self._grad_y[step.place] = self._wire.wait(self._flights.pop(step.carried))
+
+    def _wait_C(self, step: Step) -> None:  # noqa: N802
+        result = self._wire.wait(self._flights.pop(step.carried))
+        if step.block == self._last:
+            self._outputs[step.sub_batch] = result
+        else:
+            self._h[step.block + 1, step.sub_batch] = result
+
+    # --- a block up to its row-parallel matmul ---
+
+    def _do_D(self, step: Step) -> None:  # noqa: N802
+        self._exchanges.do_D(step.place, self._h.pop(step.place))
+
+    def _do_F(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        method = self._partial[step.block]
+        if place in self._program.dispatched:
+            method, given = self._exchanges.arrived(place)
+        else:
+            given = (self._take_parts(self._h, place),)
+        again = place in self._program.recomputed
+        deferred = None
+        if self._differentiable:
+            kind = DeferredGradients if self._traced[step.block] is None else CompiledDeferral
+            deferred = self.deferred[place] = kind(self.leaves[step.block])
+        graph = deferred is not None and not again
+        y = self._run_partial(place, method, given, deferred, self.randomness.run, graph=graph)
+        if deferred is not None:
+            # R records the graph again; it must know whether y is the result of a matmul without other readers.
+            deferred.end(y if again else None)
+            if again and place not in self._program.remade and not self._between.keeps_input(place):
+                (self._h[place],) = given
+        self._set_parts(self._y, place, y)
+
+    def _do_R(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        deferred, whole = self.deferred[place], place in self._program.summed_again
+        method = self._partial[step.block]
+        h = self._between.entered_again(place) if self._between.keeps_input(place) else self._h.pop(place)
+        y = self._run_partial(place, method, (h,), deferred, self.randomness.again, graph=True, skip_last=not whole)
+        deferred.end()
+        if whole:
+            self._set_parts(self._y, place, y)
+
+    def _run_partial(
+        self, place: Place, method: Callable[..., Tensor], given: tuple[Tensor, ...],
+        deferred: DeferredGradients | None, draw: Callable[..., Tensor], *, graph: bool, skip_last: bool = False,
+    ) -> Tensor:  # fmt: skip
+        block, s = place
+        traced = self._traced[block]
+        values = self.inputs.values(block, s, whole=block in self._joint)
+        name: MethodName = "product" if self._program.halved[block] else "partial"
+        keys = self._keys.get(block)
+
+        def run() -> Tensor:
+            if deferred is None:
+                return own_memory(tensor_of(method, *given, *values), (*given, *values))
+            deferred.begin(skip_last)
+            token, in_piece[0] = deferring.set(deferred), traced is not None
+            try:
+                if not graph:
+                    read = (*given, *values)
+                    return own_memory(read_only(method, read, lambda: tensor_of(method, *read)), read)
+                # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
+                y, self._partial_pieces[place] = recorded(
+                    method, given, values, [self.leaves[block], *self.inputs.leaves], overwritten=True,
+                    begun=None if keys is None else keys.record,
+                )  # fmt: skip
+                return y
+            finally:
+                deferring.reset(token)
+                in_piece[0] = False
+
+        extent = self._cut.whole_extent if block in self._joint else self._cut.extent
+        with _NO_CHANGE if graph else torch.no_grad():
+            if skip_last and traced is not None and isinstance(deferred, CompiledDeferral):
+                deferred.leave_out(
+                    traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(*given, *values))
+                )
+            if keys is None:
+                return draw(name, block, s, extent, run)
+            y = draw(name, block, s, extent, lambda: keys.around(s, run))
+        keys.end(s)
+        return y
+
+    def _take_parts(self, parts: dict[Place, Tensor], place: Place) -> Tensor:
+        """The tensor at `place`; for a joint block, whose ops run once, of all sub-batches."""
+        if place[0] not in self._joint:
+            return parts.pop(place)
+        return self._cut.join([parts.pop((place[0], s)) for s in range(self._cut.number)])
+
+    def _set_parts(self, parts: dict[Place, Tensor], place: Place, whole: Tensor) -> None:
+        """Inverse of `_take_parts`."""
+        if place[0] not in self._joint:
+            parts[place] = whole
+            return
+        for s, part in enumerate(self._cut.split(whole)):
+            parts[place[0], s] = part
+
+    # --- after the all-reduce ---
+
+    def _do_C(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        again = place in self._program.combined_again
+        keep = self._differentiable and again and place not in self._program.remade
+        x = self._x[place] if keep else self._x.pop(place)
+        self._combined(step, x, graph=self._differentiable and not again)
+
+    def _do_RC(self, step: Step) -> None:  # noqa: N802
+        self._combined(step, self._x.pop(step.place), graph=True)
+
+    def _combined(self, step: Step, x: Tensor, *, graph: bool) -> None:
+        """Run combine and pass its result to the next block, or to the output."""
+        block, s = place = step.place
+        again = step.key == "RC"
+        y, following = self._y.pop(place), (block + 1, s)
+        remade = following in self._program.remade
+        graph_above = self._differentiable and (again or not remade)
+        joined = self._joined.get(block) if graph == graph_above and (not again or remade) else None
+        if joined is not None and joined.takes(x, y):
+            self._x[following], out, kept = joined.run(x, y)
+            if graph:
+                self._joined_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
+        else:
+            out = self._between.run("combine", place, (x, y), again=again, graph=graph)
+            if again and not remade:
+                return
+            if block < self._last:
+                self._x[following], out = self._between.enter(following, out, again=again, graph=graph_above)
+        if (step.key, block, s) in self._program.gathered:
+            self._to_gather[step.key, block, s] = out
+        elif block == self._last:
+            self._outputs[s] = out
+        else:
+            self._h[following] = out
+
+    # --- backward ---
+
+    def _do_BC(self, step: Step) -> None:  # noqa: N802
+        block, s = place = step.place
+        joined, following = self._joined_pieces.pop(place, None), (block + 1, s)
+        if joined is not None:
+            residual, grad_y = joined.backward([self._residual.pop(following), self._g.pop(following)])
+        else:
+            residual, grad_y = self._between.combined(place, self._total_gradient(*following))
+        if residual is not None:
+            self._residual[place] = residual
+        if grad_y is None:
+            raise RuntimeError(f"block {block}: combine(x, y) does not depend on y; return a value that uses it")
+        if ("BC", block, s) in self._program.gathered:
+            self._to_gather["BC", block, s] = grad_y
+        else:
+            self._grad_y[place] = grad_y
+
+    def _do_BF(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        if place not in self._program.apart:
+            self._do_BC(step)
+        self._exchanges.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
+
+    def _do_B(self, step: Step) -> None:  # noqa: N802
+        place = step.place
+        if place in self._program.dispatched:
+            self._g[place] = self._exchanges.input_gradient(place)
+        else:
+            self._through_partial(step)
+        if place not in self._program.deferred:
+            self._do_W(step)
+
+    def _through_partial(self, step: Step) -> None:
+        place = step.place
+        if place not in self._program.apart:
+            self._do_BC(step)
+        # The all-reduce overwrites g, so g must not share memory with tensors that are still read.
+        piece, keys = self._partial_pieces.pop(place), self._keys.get(step.block)
+        grad_y = self._take_parts(self._grad_y, place)
+        others = [] if keys is None else keys.gradients(step.sub_batch)
+        g, *earlier = piece.backward([*others, grad_y], fresh=True)
+        if keys is not None:
+            keys.add(earlier)
+        if g is None:
+            raise RuntimeError(f"block {step.block}: partial(x) does not depend on x; it must be differentiable in x")
+        self._set_parts(self._g, place, g)
+
+    def _do_W(self, step: Step) -> None:  # noqa: N802
+        if self.keep_deferred:
+            self._left_out.append(step.place)  # keep the order, so that sums are equal to the bit
+        else:
+            self.deferred.pop(step.place).compute()
+
+    def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
+        """Gradient of the block's input: the reduced one through the block, plus the residual."""
+        place = (block, sub_batch)
+        return self._between.total_gradient(place, self._g.pop(place), self._residual.pop(place, None))

@@ -1,0 +1,1 @@
+"""Executor of schedules: runs a list of ops, independent of layers and models."""

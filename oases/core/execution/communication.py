@@ -1,0 +1,313 @@
+"""Collectives of a schedule's ops: layout and type of the tensors that are sent, also of quantised numbers.
+
+Quantised numbers have 8 or 4 bits each, and an fp32 scale per block of 128; all ranks decode the same sums. Their
+collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`. A quantised wire's type is a
+code, perhaps with options: "int8", "int4:rotated", "int8:rotated:stochastic". rotated: each block is multiplied by
+random signs and a Hadamard matrix first, which spreads outliers over it. stochastic: numbers are rounded up or down
+at random, so that the mean of their errors is 0, and single ones are up to twice as large.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases.core.dtypes import QUANTISED
+from oases.core.execution.agreement import Form
+from oases.core.execution.failure import monitor_of
+from oases.core.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
+from oases.errors import UsageError
+from oases.extension import QuantizedBackend
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+WireType = torch.dtype | str
+
+
+class Scheduler(Protocol):
+    """Collectives that a Wire uses; implemented by `oases._C.OverlapScheduler`."""
+
+    def all_reduce(self, tensor: Tensor, label: str = "", largest: bool = False, wire: str = "") -> Any:
+        """Start to sum `tensor` over the ranks in place; return a ticket."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> Any:
+        """Start to sum `input` [ranks, ...] over the ranks, this rank's part into `output`; return a ticket."""
+
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> Any:
+        """Start to concatenate every rank's `input` in `output` [ranks, ...]; return a ticket."""
+
+    def all_to_all(self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = "") -> Any:
+        """Start to send each rank its rows of `input`; `output` gets theirs, in rank order; return a ticket."""
+
+    def wait(self, ticket: Any) -> None:
+        """Wait until the ticket's result may be used."""
+
+
+class NullScheduler:
+    """Scheduler without communication, for a group of one and for benchmarks of the compute alone.
+
+    allocate_buffers: allocate the buffers of all collectives, also those of replicated gradients, to measure a step's
+    memory. (With gloo, its threads hold tensors besides, sometimes longer than the step.)
+    """
+
+    def __init__(self, *, allocate_buffers: bool = False) -> None:
+        self.allocate_buffers = allocate_buffers
+
+    def all_reduce(self, tensor: Tensor, label: str = "", largest: bool = False, wire: str = "") -> None:
+        """Leave `tensor` as it is."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> None:
+        """Copy one part in place of the sum."""
+        output.copy_(input[0])
+
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> None:
+        """Copy `input` in place of every rank's."""
+        output.copy_(input.expand_as(output))
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = ""
+    ) -> None:
+        """Copy rows of `input` in place of the other ranks', then zeros."""
+        rows = min(len(output), len(input))
+        output.zero_()[:rows].copy_(input[:rows])
+
+    def wait(self, ticket: None) -> None:
+        """Return at once."""
+
+
+class PendingCollective(NamedTuple):
+    """Started collective: its ticket, and the function that returns its result after the wait."""
+
+    ticket: Any
+    result: Callable[[], Tensor]
+
+
+class Wire:
+    """Collectives of one call of a stack. The sequence is dimension 1, in `size` parts.
+
+    wire_dtype: type in which floating-point tensors are sent, see `wire_type`; None for their own.
+    """
+
+    def __init__(self, scheduler: Scheduler, size: int, wire_dtype: WireType | None) -> None:
+        self.scheduler = scheduler
+        self._size = size
+        self._dtype = None if isinstance(wire_dtype, str) else wire_dtype
+        self._wire: dict[str, Any] = {"wire": wire_dtype} if isinstance(wire_dtype, str) else {}
+
+    def wait(self, flight: PendingCollective) -> Tensor:
+        """Wait for a collective; return its result in the original type."""
+        self.scheduler.wait(flight.ticket)
+        return flight.result()
+
+    def all_reduce(self, tensor: Tensor, label: str) -> PendingCollective:
+        """Start to sum a tensor over the ranks, in place where possible."""
+        whole = tensor.contiguous()
+        if self._dtype is None or self._dtype == whole.dtype:
+            return PendingCollective(self.scheduler.all_reduce(whole, label, **self._wire), lambda: whole)
+        sent = whole.to(self._dtype)
+        return PendingCollective(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
+
+    def reduce_scatter(self, tensor: Tensor, label: str) -> PendingCollective:
+        """Start to sum a tensor over the ranks; each gets its part of the sequence."""
+        parts = tensor.unflatten(1, (self._size, -1)).movedim(1, 0)
+        sent = parts.to(self._dtype or tensor.dtype).contiguous()
+        mine = torch.empty_like(sent[0])
+        ticket = self.scheduler.reduce_scatter(mine, sent, label, **self._wire)
+        return PendingCollective(ticket, lambda: mine.to(tensor.dtype))
+
+    def all_gather(self, part: Tensor, label: str) -> PendingCollective:
+        """Start to concatenate the ranks' parts of a sequence."""
+        sent = part.to(self._dtype or part.dtype).contiguous()
+        parts = sent.new_empty((self._size, *sent.shape))
+        ticket = self.scheduler.all_gather(parts, sent, label, **self._wire)
+        return PendingCollective(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))
+
+
+def wire_type(given: WireType | None) -> WireType | None:
+    """A wire_dtype as it is used: a floating-point torch.dtype, the name of a quantised type, or None.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(given, str) and given in _DTYPES:
+        return _DTYPES[given]
+    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
+        return given
+    return quantised_type("wire_dtype", given, "a floating-point type such as torch.bfloat16, ", _DTYPES)
+
+
+def quantised_type(option: str, given: object, also: str = "", names: Iterable[str] = ()) -> str:
+    """The name of a quantised type. UsageError, with what an option takes besides, for anything else."""
+    if isinstance(given, str) and given in QUANTISED:
+        return given
+    why = ""
+    if isinstance(given, str) and given.startswith("fp8:rotated"):
+        why = ": fp8 has finer steps for small numbers, so rotation only adds to its errors; give 'fp8'"
+    raise UsageError(
+        f"{option} must be {also}one of {', '.join([*names, *QUANTISED])}, or None, got {given!r:.80}{why}"
+    )
+
+
+WIRE_DTYPES: dict[str, WireType | None] = {
+    "none": None,
+    **{name: wire_type(name) for name in ("bfloat16", "float16", *QUANTISED)},
+}
+"""Communication dtypes by the names that options take."""
+
+
+def add_wire(group: ProcessGroup, code: str) -> str:
+    """Let the group's scheduler send numbers quantised by `code`; return the c10d name of the group that does it.
+
+    code: name of a quantised type. Collective over the group where it is new.
+
+    Raises UsageError for a group of whose backends none can be made again.
+    """
+    scheduler = scheduler_of(group)
+    monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
+    if scheduler.has_wire(code) and _exists(scheduler.wire_group(code)):
+        return cast(str, scheduler.wire_group(code))
+    carriers = _carriers_of(group)
+    if not carriers:
+        raise UsageError(
+            f"wire_dtype {code!r} needs a group with a backend of which another can be made, such as gloo, staged or "
+            f"nccl, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
+        )
+    over = "_".join(backend for backend, _ in carriers.values())
+    name = f"oases_{code.replace(':', '_')}_over_{over}"  # c10d splits names at colons
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, partial(_quantised, carriers, code), devices=list(carriers))
+    with _named(group, code):
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
+        )
+    scheduler.add_wire(code, made.group_name)
+    return cast(str, scheduler.wire_group(code))
+
+
+@contextmanager
+def _named(group: ProcessGroup, code: str) -> Iterator[None]:
+    """Context in which torch gives the group of a wire a name that none had.
+
+    torch names it by its ranks and the number of groups there are, so that it has the name of an older group where
+    another one was destroyed meanwhile. The store counts the wires of each name: all ranks add one for each.
+    """
+    key = f"oases wire {code} over {group.group_name}"
+    count = dist.distributed_c10d._get_default_store().add(key, 1)
+    unique = hashlib.sha1(f"{key} {(count - 1) // group.size()}".encode(), usedforsecurity=False).hexdigest()
+    names: Any = dist.distributed_c10d
+    by_ranks, names._hash_ranks_to_str = names._hash_ranks_to_str, lambda ranks: unique
+    try:
+        yield
+    finally:
+        names._hash_ranks_to_str = by_ranks
+
+
+def carries_codes(group: ProcessGroup) -> bool:
+    """Whether `add_wire` can let this group send quantised numbers of CPU tensors."""
+    return "cpu" in _carriers_of(group)
+
+
+_Carriers = dict[str, tuple[str, Callable[..., Any]]]
+"""By type of device: name of a backend, and what makes another one of its kind."""
+
+
+def _carriers_of(group: ProcessGroup) -> _Carriers:
+    """The group's backends of which another can be made, the CPU's first."""
+    # A group has one for each type of device: "cpu:gloo,cuda:nccl". Its own name is "undefined" where none was given.
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    created = {device: (name, _created_by(name)) for device, name in backends.items()}
+    found = {device: (name, create) for device, (name, create) in created.items() if create is not None}
+    first = [device for device in ("cpu",) if device in found]
+    # gloo says that it carries tensors of some accelerators, by copies.
+    others = [
+        device for device, (name, _) in found.items()
+        if device != "cpu" and name != "gloo" and torch.get_device_module(device).is_available()
+    ]  # fmt: skip
+    return {device: found[device] for device in first + others[:1]}
+
+
+def _quantised(carriers: _Carriers, code: str, store: dist.Store, *arguments: Any) -> Any:
+    """Backend over one of each kind; arguments: rank, size and timeout."""
+    made = {device: create(dist.PrefixStore(device, store), *arguments) for device, (_, create) in carriers.items()}
+    return QuantizedBackend(made.pop("cpu", None), code, next(iter(made.values()), None))
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """Timeout of the group's collectives, on the CPU if it has such; None for a backend that does not say it."""
+    device = next(iter(_carriers_of(group)))
+    backend: Any = group._get_backend(torch.device(device))
+    try:
+        options = getattr(backend, "options", None)
+    except RuntimeError:  # of torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL, around a backend without options
+        options = None
+    return getattr(backend, "timeout", None) if options is None else options._timeout
+
+
+def form_of_input(x: Tensor) -> Form:
+    """Form of a layer's input, for `agreed_group`."""
+    return ("shape of the input", x.shape, "type of the input", x.dtype)
+
+
+def agreed_group(
+    group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype", about: Form = ()
+) -> str:
+    """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
+
+    Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
+    the tensors. option: what the code was given as. about: more to compare, once for each value, so that inputs of
+    varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
+    """
+    group = group_of(group_name)
+    assert group is not None
+    monitor = monitor_of(group, scheduler_of(group), torch.device(device))
+    monitor.begin_call(caller, (option, code, *about), about=about)
+    return group_name if code is None else add_wire(group, code)
+
+
+def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:
+    """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
+    group = group_of(group_name)
+    known = _traced.setdefault(group, {})
+    if (caller, code) not in known:
+        known[caller, code] = agreed_group(group_name, caller, code, device)
+    return known[caller, code]
+
+
+# As torch.compiler.assume_constant_result marks it, which would load the compiler for all who compile nothing: half
+# as long again as importing torch.
+agreed_at_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDictionary()
+"""Groups of wires that ranks agreed on, by group."""
+
+
+def _created_by(backend: str) -> Callable[..., Any] | None:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo
+    if backend == "nccl":
+        return _nccl
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return None if plugin is None or plugin.extended_api else plugin.creator_fn
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = nccl_options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _exists(name: str) -> bool:
+    """Whether a wire's group exists: the name of a destroyed group may be another one's now, with its scheduler."""
+    try:
+        group_of(name)
+    except RuntimeError:
+        return False
+    return True

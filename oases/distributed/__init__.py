@@ -1,0 +1,1 @@
+"""Meshes, pipeline stages, replicas and sharded weights over process groups."""

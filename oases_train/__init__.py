@@ -1,0 +1,1 @@
+"""Training runs: configuration, data, the loop, checkpoints."""

@@ -1,0 +1,242 @@
+"""Replay of a recorded trace of expert loads under several placement methods.
+
+As in training, a step is placed from the loads of earlier steps only. Times of expert compute and communication are
+modelled; nothing is executed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oases.errors import UsageError
+from oases.limits import flag_of
+from oases.models.options import option
+from oases.moe.costs import Costs
+from oases.moe.forecast import Planner
+from oases.moe.placement import Integers, make_placement, owner_only
+from oases.moe.traces import replay
+from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
+from oases.testbed.link import link_bytes_per_second
+
+METHODS = ("none", "faster_moe", "eplb", "prophet")
+
+
+@dataclass(frozen=True)
+class PlacementMethod:
+    """Placement method. schedule: of its replica transfers. coupled: the search models their overlap with compute."""
+
+    method: str
+    schedule: str
+    coupled: bool
+
+
+PLACEMENT_METHODS = {
+    "none": PlacementMethod("none", "plain", False),
+    "faster_moe": PlacementMethod("faster_moe", "blocking", False),
+    "eplb": PlacementMethod("eplb", "blocking", False),
+    "prophet": PlacementMethod("prophet", "block_wise", True),
+    "faster_moe:overlap": PlacementMethod("faster_moe", "block_wise", False),
+    "eplb:overlap": PlacementMethod("eplb", "block_wise", False),
+}
+"""By name; `METHODS` are as their papers have them, NAME:overlap hides its transfers as `prophet` does."""
+
+DRAWN_LAYERS = 6
+"""Number of layers whose expert loads a page shows."""
+HEADER = ("placement", "balance degree", "RB", "copies", "modelled", "against none")
+_LOADS = (
+    "Fraction of the layer's tokens per expert and step. A row that stays bright is an expert that is always busy: "
+    "the other ranks wait for its rank unless it is replicated."
+)
+_BALANCE = "Standard deviation of the load per rank, in (token, expert) pairs, mean over layers."
+_COPIES = "Expert replicas on ranks other than the owner rank, all layers."
+_SAVED = "Modelled time saved per step in all layers, against no replicas."
+
+
+@dataclass(frozen=True)
+class LoadsConfig:
+    """Model sizes and link of the cluster that loads are replayed on."""
+
+    methods: str = option(
+        ",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(PLACEMENT_METHODS)}"
+    )
+    hidden: int = option(512, "hidden size, features")
+    expert_hidden: int = option(0, "intermediate size of an expert, features; 0 = 4 x hidden")
+    token_us: float = option(40.0, "forward time of an expert per token, microseconds")
+    non_expert_ms: float = option(0.0, "compute between MoE layers, which can hide replica transfers, milliseconds")
+    link: str = option("1gbit", "link bandwidth of a rank, e.g. 500mbit, 1gbit")
+    latency_us: float = option(200.0, "latency of a collective, microseconds")
+    expert_memory: int = option(-1, "memory for expert replicas per rank and layer, bytes; -1 = unlimited")
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of one layer in float32."""
+        return Costs(
+            token_seconds=self.token_us / 1e6,
+            token_bytes=4 * self.hidden,
+            expert_bytes=2 * 4 * self.hidden * (self.expert_hidden or 4 * self.hidden),
+            bandwidth=link_bytes_per_second(self.link),
+            latency=self.latency_us / 1e6,
+            non_expert_seconds=self.non_expert_ms / 1e3,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Placements to replay, always with `none` as the baseline. UsageError for an unknown name."""
+        found = [name.strip() for name in self.methods.split(",")]
+        for name in found:
+            if name not in PLACEMENT_METHODS:
+                raise UsageError(f"--methods {name!r} is unknown; known are {', '.join(PLACEMENT_METHODS)}")
+        return list(dict.fromkeys(["none", *found]))
+
+    def check(self) -> None:
+        """Raise UsageError for an invalid option."""
+        for name, least in (("hidden", 1), ("expert_hidden", 0), ("expert_memory", -1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(self, name)}")
+        assert self.costs
+        assert self.names
+
+
+def rb(before: float, after: float) -> float:
+    """Balance ratio RB of the Prophet paper, before over after: 1 if both are 0, infinite if only `after` is."""
+    return 1.0 if before == after else before / after if after else float("inf")
+
+
+@dataclass
+class ReplayedPlacement:
+    """Results of one placement by step: balance degrees (mean over layers), replicas, seconds (sums)."""
+
+    balance_before: list[float] = field(default_factory=list)
+    balance_after: list[float] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        """Means over the steps; rb: ratio of the balance degrees before and after."""
+        before, after = statistics.mean(self.balance_before), statistics.mean(self.balance_after)
+        return {
+            "balance_degree": after,
+            "rb": rb(before, after),
+            "copies": statistics.mean(self.copies),
+            "modelled_seconds": statistics.mean(self.seconds),
+            "over_time": asdict(self),
+        }
+
+
+def read_loads(path: str | Path) -> dict[int, dict[int, Integers]]:
+    """Read counts [expert, device] by step and layer. UsageError for an invalid or empty trace."""
+    found: dict[int, dict[int, Integers]] = {}
+    for step, layer, counts in replay(path):
+        found.setdefault(step, {})[layer] = counts
+    if not found:
+        raise UsageError(f"trace {str(path)!r} holds no steps; record one with --record-loads")
+    layers = set(next(iter(found.values())))
+    for step, by_layer in list(found.items()):
+        if set(by_layer) != layers:
+            if step == max(found) and step != min(found):  # a killed run leaves an incomplete last step
+                del found[step]
+                continue
+            raise UsageError(
+                f"trace {str(path)!r}: step {step} has layers {sorted(by_layer)}, others have {sorted(layers)}"
+            )
+    return found
+
+
+def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig, name: str) -> ReplayedPlacement:
+    """Replay the loads under the placement `name`."""
+    who, found = PLACEMENT_METHODS[name], ReplayedPlacement()
+    costs = replace(config.costs, scheduled=who.schedule == "block_wise")
+    budget = None if config.expert_memory < 0 else float(config.expert_memory)
+    planners = {
+        layer: Planner(replace(costs, scheduled=who.coupled), who.method, budget)
+        for layer in next(iter(loads.values()))
+    }
+    for by_layer in loads.values():
+        before, after, copies, seconds = [], [], 0, 0.0
+        for layer, counts in by_layer.items():
+            planner = planners[layer]
+            held = owner_only(counts) if planner.current is None else (planner.current.routes, planner.current.copies)
+            now = make_placement(who.method, counts, costs, held)
+            before.append(float(np.std(counts.reshape(counts.shape[1], -1).sum(1))))
+            after.append(now.balance_degree)
+            copies += sum(map(len, now.copies))
+            seconds += now.predicted_seconds
+            planner.next(counts)
+        found.balance_before.append(statistics.mean(before))
+        found.balance_after.append(statistics.mean(after))
+        found.copies.append(copies)
+        found.seconds.append(seconds)
+    return found
+
+
+def compare_placements(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
+    """Replay a trace under every placement; results by placement, and the trace's sizes."""
+    config.check()
+    loads = read_loads(path)
+    experts, devices = next(iter(next(iter(loads.values())).values())).shape
+    rows = {name: replay_placement(loads, config, name).row() for name in config.names}
+    for row in rows.values():
+        seconds = row["modelled_seconds"]
+        row["speedup"] = rows["none"]["modelled_seconds"] / seconds if seconds else 1.0
+    return {
+        "trace": str(path), "steps": len(loads), "layers": len(next(iter(loads.values()))), "experts": experts,
+        "devices": devices, "config": asdict(config), "methods": rows,
+    }  # fmt: skip
+
+
+def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Table rows, one per placement, with the columns of HEADER."""
+    return [
+        (
+            name, f"{row['balance_degree']:.1f}", f"{row['rb']:.2f}", f"{row['copies']:.1f}",
+            f"{1e3 * row['modelled_seconds']:.1f} ms", f"{row['speedup']:.3f} x",
+        )
+        for name, row in result["methods"].items()
+    ]  # fmt: skip
+
+
+def write_loads(path: Path, result: dict[str, Any]) -> None:
+    """Write a self-contained HTML page of the trace and its placements; result: of `compare_placements`."""
+    loads, rows = read_loads(result["trace"]), result["methods"]
+    steps, layers = list(loads), list(next(iter(loads.values())))
+
+    def over_time(what: str) -> dict[str, Sequence[float]]:
+        return {name: row["over_time"][what] for name, row in rows.items()}
+
+    plain = rows["none"]["over_time"]["seconds"]
+    saved = {
+        name: [1e3 * (a - b) for a, b in zip(plain, row["over_time"]["seconds"], strict=True)]
+        for name, row in rows.items()
+        if name != "none"
+    }
+    sections = [
+        Section("Balance", _BALANCE, draw_curves(over_time("balance_after"), x="step", y="balance degree, slots")),
+        Section("Copies", _COPIES, draw_curves(over_time("copies"), x="step", y="copies")),
+    ]
+    if saved:
+        sections.append(Section("Time saved", _SAVED, draw_curves(saved, x="step", y="milliseconds")))
+    for layer in layers[:DRAWN_LAYERS]:
+        totals = np.stack([loads[step][layer].sum(1) for step in steps])
+        shares = totals / np.maximum(totals.sum(1, keepdims=True), 1)
+        left_out = f" Layers from {layers[DRAWN_LAYERS]} on are left out." if len(layers) > DRAWN_LAYERS else ""
+        sections.append(
+            Section(
+                f"Load of the experts of layer {layer}", _LOADS + left_out,
+                draw_heat_map(shares.T, first=steps[0], x="step", y="expert", what="share of the tokens"),
+            )
+        )  # fmt: skip
+    write_page(
+        path,
+        title=f"Loads of {result['experts']} experts on {result['devices']} ranks",
+        subtitle=f"{result['layers']} layers, {result['steps']} steps, from {result['trace']}. Seconds are modelled: "
+        f"{result['config']['token_us']:g} us a token, links of {result['config']['link']}.",
+        header=HEADER,
+        rows=table_rows(result),
+        sections=sections,
+    )

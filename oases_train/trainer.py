@@ -1,0 +1,401 @@
+"""Trainer of the built-in GPT, dense or with experts, by a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oases.checkpoint.contents import choices_of, set_choices
+from oases.checkpoint.files import load, save
+from oases.checkpoint.lock import lock_folder
+from oases.checkpoint.memory import StateMemory
+from oases.checkpoint.metadata import Metadata
+from oases.checkpoint.resume import starting_checkpoint
+from oases.checkpoint.state import random_streams
+from oases.core.execution.communication import WIRE_DTYPES
+from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.core.reporting import Report, report
+from oases.distributed.gradient_clipping import clip_grad_norm
+from oases.distributed.mesh import Mesh
+from oases.errors import UsageError
+from oases.models.gpt import GPT
+from oases.models.moe_gpt import MoEGPT
+from oases.models.options import sizes_of
+from oases.plans.plan import Plan
+from oases_train.callbacks import TrainingCallbacks
+from oases_train.config import TrainConfig
+from oases_train.data import Corpus
+from oases_train.failure_notifier import FailureNotifier
+from oases_train.instructions import Instructions
+from oases_train.load_balance import LoadBalance
+from oases_train.logs import last_logged_step
+from oases_train.meter import Meter
+from oases_train.metrics import Reporter, StepReport
+from oases_train.model_stage import ModelStage, build_model
+from oases_train.optimizer import PRECISIONS, adamw
+from oases_train.pipeline_stage import GPTStage, Samples, Stage
+from oases_train.plan import Run
+from oases_train.step_check import Policy, StepCheck
+
+
+class Trainer:
+    """Model, optimizer and data of a training run.
+
+    config: the configuration, or a validated run with its plan. process_group: all ranks; None for the default group,
+    or one process. plan: parallel degrees, schedules, micro-batches, sharding and experts; config must have its sizes
+    (`oases_train.config.config_for`); None: the plan that the configuration names, or one built from its degrees.
+    mesh: process groups of the plan; None: created here. Trainers with equal configs compute the same weights for all
+    degrees, schedules and plans.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | Run,
+        *,
+        process_group: ProcessGroup | None = None,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.group = resolve(process_group)
+        run = config
+        if isinstance(run, TrainConfig):
+            run = Run.of(run, group_size(self.group)) if plan is None else Run(run, plan)
+        self.config, self.plan = config, plan = run.config, run.plan
+        self.mesh = mesh or Mesh.of(plan, process_group=self.group)
+        self._owns_mesh = mesh is None
+        self.corpus = config.corpus()
+        self.device = torch.device(config.device)
+        self.model: nn.Module
+        self.balance: LoadBalance | None = None
+        self.stage: Stage
+        backend = None if config.compile == "none" else config.compile
+        if config.model is not None:
+            self.model = build_model(
+                config.model, config.seed, plan, self.mesh, lora=config.lora, device=self.device, compile=backend,
+                wire_dtype=WIRE_DTYPES.get(config.wire_dtype, config.wire_dtype), dtype=PRECISIONS[config.precision],
+                **config.wires, **config.model_experts,
+            )  # fmt: skip
+            self.stage = ModelStage(self.model, plan)
+        else:
+            gpt = _model_of(config, plan, self.mesh, self.group).to(self.device)
+            self.model, self.stage = gpt, GPTStage(
+                gpt, plan, self.mesh, self.group, self._after_forward, **config.wires
+            )  # fmt: skip
+            if backend is not None:
+                gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback
+        self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
+        self._updating = False
+        """Set from the optimizer update to the end of the step; still set if anything failed between."""
+        self.stage.prepare(PRECISIONS[config.precision])
+        packs = isinstance(self.corpus, Instructions) and not config.encoder_decoder
+        if packs and isinstance(self.stage, ModelStage):
+            self.stage.require_packable(self._samples("train", 0), plan.model.vocabulary)
+        self.optimizer = adamw(
+            self.model,
+            config.precision,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        self.steps_done = 0
+        self.updates = 0
+        """Optimizer updates: steps done without those skipped."""
+        self.evaluations: dict[int, float] = {}
+        """Validation losses of this process by step."""
+        self.gradient_norm = math.nan
+        """Global norm of the last step's gradient, before clipping."""
+        self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
+        self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
+        # Before anything of another run is read or removed.
+        self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
+        self.memory = self._make_memory() if config.memory_every else None
+        held = 0 if self.memory is None else self.memory.newest(self._last_logged())
+        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group, held)
+        """Checkpoint that this run resumed from."""
+        self.resumed_from_memory = held > 0 and self.resumed is None
+        if self.resumed is not None:
+            self._resume(self.resumed)
+        elif self.memory is not None and held:
+            record = self.memory.restore(held)
+            self.steps_done, self.updates = held, record["updates"]
+            self.step_check.recent.extend(record["losses"])
+            set_choices(self.model, record["choices"], None)
+        if self.memory is not None:
+            self.memory.forget(but=held if self.resumed is None else 0)
+        if isinstance(self.model, MoEGPT):
+            stages = self.mesh.num_stages
+            self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
+
+    def _resume(self, path: Path) -> None:
+        record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
+        self.steps_done, self.updates = record.step, record.updates
+        self.step_check.recent.extend(record.losses)
+        set_choices(self.model, record.choices, self.group)
+        batches = record.data_differences(self._data())
+        sums = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
+        rate = record.rate_difference(self.learning_rate(record.step))
+        for differs, what in (
+            (batches, f" resumes with different batches: {batches}"),
+            (sums, f": {sums}; give --backend {record.backend or 'gloo'}"),
+            (
+                rate,
+                f": {rate}; give the --steps, --warmup and --learning-rate... of the saved run to go on as it would",
+            ),
+        ):
+            if differs and group_rank(self.group) == 0:
+                warnings.warn(f"checkpoint {str(path)!r}{what}", stacklevel=3)
+        # A run restarted automatically may find itself complete.
+        if self.steps_done >= self.config.steps and not self.config.resumes_newest:
+            raise UsageError(
+                f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
+                "left to do; raise --steps"
+            )
+
+    def _make_memory(self) -> StateMemory:
+        """Memory that ranks with the same state share a name in: replicas, unless state is sharded over them."""
+        tensor, mesh = self.plan.uniform_tp, self.mesh
+        shard = f"stage {mesh.stage}, part {mesh.rank % (tensor or 1)}"
+        experts = self.plan.experts is not None or self.config.model_experts
+        if tensor is None or self.plan.zero or self.plan.fsdp or experts:
+            shard = f"rank {group_rank(self.group)} of {group_size(self.group)}"
+        return StateMemory(self.model, self.optimizer, shard, self.group)
+
+    def _last_logged(self) -> float:
+        """Last step in the log, behind which a run cannot go on without a hole in it; infinity without a log."""
+        log = self.config.step_log
+        return last_logged_step(log) if log is not None and group_rank(self.group) == 0 else math.inf
+
+    def remember(self) -> None:
+        """Copy the state to memory. All ranks call it after the same step."""
+        if self.memory is not None:
+            self.settle()
+            choices = choices_of(self.model, None)  # of this rank, whose memory it is
+            record = {"updates": self.updates, "losses": list(self.step_check.recent), "choices": choices}
+            self.memory.save(self.steps_done, record)
+
+    def _data(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, **self.corpus.identity,
+        }  # fmt: skip
+
+    def checkpoint_metadata(self) -> Metadata:
+        """Metadata of a checkpoint of the current state."""
+        return Metadata(
+            step=self.steps_done,
+            updates=self.updates,
+            sizes=self.sizes,
+            learning_rate=self.learning_rate(self.steps_done),
+            data=self._data() | {"next_step": self.steps_done},
+            ranks=group_size(self.group),
+            random=random_streams(self.model),
+            losses=list(self.step_check.recent),
+            choices=choices_of(self.model, self.group),
+            backend=_backend_of(self.group),
+            config=dataclasses.asdict(self.config),
+            plan=json.loads(self.plan.to_json()),
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0; a function of the step only, so it has no state."""
+        return self.config.rate(step)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Model sizes that must match to load this model's weights."""
+        return sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}
+
+    def step(self) -> float:
+        """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
+
+        An error on one rank is raised on all ranks, and gradients are dropped. The step can then be retried if all
+        ranks form one tensor-parallel group and the weights are unchanged; else a RuntimeError asks for a new Trainer
+        on all ranks.
+        """
+        if self.failure_notifier.failed and self.mesh.groups:
+            raise _ended(self.steps_done)
+        self.failure_notifier.activity = f"step {self.steps_done}"
+        try:
+            with self.failure_notifier:
+                if self._updating:
+                    raise _ended(self.steps_done)
+                return self._step()
+        except Exception:
+            self.optimizer.zero_grad()
+            if self.balance is not None:
+                self.balance.discard_step()
+            raise
+
+    def _step(self) -> float:
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.steps_done)
+        loss = self.backward(self.steps_done)
+        norm = clip_grad_norm(
+            self.model,
+            config.clip or math.inf,
+            process_group=self.group,
+            stages=self.mesh.num_stages,
+            counted_elsewhere=self.stage.counted_elsewhere,
+        )
+        self.gradient_norm = float(norm)
+        if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+            self._updating = True
+            with self.meter.optimizing():
+                self.optimizer.step()
+            self.updates += 1
+        self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.step(self.steps_done)
+        self._updating = False
+        self.steps_done += 1
+        return loss
+
+    def backward(self, step: int) -> float:
+        """Run the forward and backward passes of a step; returns the loss. Gradients are of the whole batch."""
+        # Random streams depend on the step only: equal after a restart, a validation or a failure.
+        self.stage.begin(step * self.plan.micro_batches)
+        return self.stage.backward(self._samples("train", step))
+
+    def _after_forward(self, part: int) -> None:
+        if self.balance is not None and isinstance(self.model, MoEGPT):
+            self.balance.record_layers(self.model.layers_of(part))
+
+    def _samples(self, split: str, step: int) -> Samples:
+        """This rank's samples of a batch that is the same under every plan."""
+        config, degree = self.config, self.stage.tensor_parallel
+        count, replica, replicas = self.plan.micro_batches, self.mesh.replica(degree), self.mesh.replicas(degree)
+
+        def share(whole: torch.Tensor) -> torch.Tensor:  # first into micro-batches, then over replicas
+            mine: torch.Tensor = whole.to(self.device).unflatten(0, (count, replicas, -1))[:, replica]
+            return mine
+
+        if config.model is not None:
+            found = config.samples(self.corpus, split, step, config.batch)
+            return {name: share(whole).flatten(0, 1) for name, whole in found.items()}
+        assert isinstance(self.corpus, Corpus)
+        draw = {"batch": config.batch, "sequence": config.sequence, "seed": config.seed}
+        tokens, targets = map(share, self.corpus.batch(split=split, step=step, **draw))
+        return list(zip(tokens, targets, strict=True))
+
+    def validate(self) -> float:
+        """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
+        self.failure_notifier.activity = f"validation after {self.steps_done} steps"
+        batches = [self._samples("validation", index) for index in range(self.config.validation_batches)]
+        self.model.eval()
+        try:
+            return self.stage.evaluate(batches)
+        finally:
+            self.model.train()
+
+    def _last_validation(self) -> float:
+        known = self.evaluations.get(self.steps_done)  # equal on all ranks
+        return self.validate() if known is None else known
+
+    def train(self, on_step: Callable[[StepReport], None] | None = None) -> dict[str, Any]:
+        """Train up to `config.steps`; returns losses, times, throughput and overlap.
+
+        on_step(report): called after every step, with the same report on every rank that passes it. Logs to
+        `config.step_log` and `config.tensorboard`, and saves to `config.checkpoint` at its interval and after the
+        last step. Raises SavedExit, a SystemExit, after the step in which SIGTERM arrived, if there is a checkpoint
+        folder.
+        """
+        losses: list[float] = []
+        reporter = Reporter(self, watched=on_step is not None)
+        with TrainingCallbacks(self) as callbacks:
+            while self.steps_done < self.config.steps:
+                with self.failure_notifier:
+                    with self.meter.step():
+                        losses.append(self.step())
+                    if self.config.evaluate_every and self.steps_done % self.config.evaluate_every == 0:
+                        self.evaluations[self.steps_done] = self.validate()
+                    report = reporter.report(losses[-1])
+                    if on_step is not None and report is not None:
+                        on_step(report)
+                    callbacks.after_step(report)
+            callbacks.finish()
+        with self.failure_notifier:  # the last validation is collective, too
+            return {
+                "losses": losses,
+                **reporter.summary(),
+                "validation_loss": self._last_validation(),
+                "validation_losses": self.evaluations,
+                "overlap": self.overlap().json(),
+                "resumed": None if self.resumed is None else str(self.resumed),
+                "skipped_steps": self.step_check.skipped,
+                "checkpoints": callbacks.summary(),
+            }
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint, loadable with any parallel degrees and any plan."""
+        self.settle()
+        save(path, self.model, self.optimizer, self.checkpoint_metadata(), self.group)
+
+    def settle(self) -> None:
+        """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""
+        if isinstance(self.model, MoEGPT):
+            self.model.settle()
+
+    def unlock(self) -> None:
+        """Let other runs have the checkpoint folder; `train` does so at its end."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _groups(self) -> list[ProcessGroup]:
+        return [group for group in (self.group, *self.mesh.groups) if group is not None]
+
+    def close(self) -> None:
+        """Destroy the process groups created here. Collective over all ranks."""
+        self.unlock()
+        self.stage.close()
+        if self._owns_mesh:
+            self.mesh.destroy()
+
+    def overlap(self) -> Report:
+        """Overlap so far in the groups of this run, as of `oases.report()`."""
+        groups, messages = self._groups(), self.stage.messages
+        reports = [report(group) for group in groups]
+        # Senders are known by their ranks, which two groups may share.
+        sections = {
+            tuple(dist.get_process_group_ranks(group)): one.sections
+            for group, one in zip(groups, reports, strict=True)
+        }
+        return Report(
+            [row for one in reports for row in one.stacks],
+            [row for one in reports for row in one.layers],
+            [row for one in reports for row in one.others] + ([] if messages is None else messages.rows),
+            [section for each in sections.values() for section in each],
+            passes=[row for one in reports for row in one.passes],
+            collectives=[row for one in reports for row in one.collectives],
+            exempted={where: error for one in reports for where, error in one.exempted.items()},
+        )
+
+
+def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
+    """Build this rank's part of the model."""
+    rows = plan.model.vocabulary
+    if plan.experts is not None:
+        mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
+        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
+    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
+    wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
+    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))
+
+
+def _backend_of(group: ProcessGroup | None) -> str:
+    return "" if group is None else dist.get_backend(group)
+
+
+def _ended(step: int) -> RuntimeError:
+    return RuntimeError(
+        f"step {step} has failed, and its process groups are unusable now; make a new Trainer on all ranks, with "
+        "resume='auto' to resume from the newest checkpoint"
+    )
