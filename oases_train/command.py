@@ -266,8 +266,7 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     from oases_train.config import TrainConfig
     from oases_train.config_file import read_values
 
-    known = dataclasses.fields(TrainConfig)
-    in_file = {} if options.config is None else read_values(options.config, known)
+    in_file = {} if options.config is None else read_values(options.config, TrainConfig)
     given = values(TrainConfig, options)
     named = {"data": options.dp and options.dp[-1], "pipeline": options.pp, "tensor": options.tp}
     degrees = {name: degree for name, degree in named.items() if degree is not None}

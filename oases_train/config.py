@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from oases import records
 from oases.checkpoint.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases.checkpoint.resume import AUTO, require_resumable
 from oases.checkpoint.retention import require_folder
@@ -20,7 +21,7 @@ from oases.core.schedule import GENERATORS, PIPELINES, read_schedule
 from oases.errors import UsageError, make_folder
 from oases.launch.ranks import restart_count
 from oases.limits import flag_of
-from oases.models.options import Degrees, option, require_device, require_known, require_types
+from oases.models.options import Degrees, option, require_device, require_known
 from oases.plans.plan import Plan, read_plan
 from oases.plans.shape import ModelShape
 from oases_train.config_file import config_text, read_values
@@ -171,7 +172,7 @@ class TrainConfig(ExpertOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
-        require_types(self)  # before a schedule file is read
+        records.check(self)  # before a schedule file is read
         weights = None
         if self.model is not None:
             from oases_train.model_stage import weights_of  # loads the compiler, which the built-in GPT needs not
@@ -236,7 +237,7 @@ class TrainConfig(ExpertOptions):
 
         UsageError names file, line and field of an error.
         """
-        values = cls.merged(read_values(Path(path), fields(cls)), {})
+        values = cls.merged(read_values(Path(path), cls), {})
         return cls(**values) if values.get("plan") is None else config_for(read_plan(values["plan"]), values)
 
     @classmethod

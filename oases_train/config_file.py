@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import runpy
 import textwrap
@@ -14,11 +13,12 @@ from typing import Any
 
 import yaml
 
+from oases import records
 from oases.errors import UsageError
 from oases.files import read_text
 from oases.limits import short
-from oases.models.options import value_fault
 
+_ALL = "oases train --write-config lists all"
 _WIDTH = 100
 _MOST_LISTS = 400
 _MOST_BYTES = 2**15
@@ -45,15 +45,15 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
-    """Read the fields that a file sets, by name. known: fields of the configuration.
+def read_values(path: str | Path, kind: type[Any]) -> dict[str, Any]:
+    """Read the fields that a file sets, by name. kind: class of the configuration.
 
     A Python file defines `config`, a configuration; fields at their default are left out. UsageError, with the file
     and the line if known, for an unreadable file, an unknown field (with the nearest known one) and a wrong type.
     """
     path = Path(path)
     text = read_text(path, "config", "write one with: oases train --write-config", _MOST_BYTES)
-    return _of_python(path, known) if path.suffix == ".py" else _of_yaml(path, text, known)
+    return _of_python(path, kind) if path.suffix == ".py" else _of_yaml(path, text, kind)
 
 
 def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
@@ -71,17 +71,8 @@ def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def unknown_field_message(name: object, known: Sequence[Field[Any]]) -> str:
-    """Error message for an unknown field, with the nearest known one."""
-    names = [item.name for item in known]
-    near = difflib.get_close_matches(short(name).strip("'"), names, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else "oases train --write-config lists all"
-    return f"unknown field {short(name)}; {remedy}"
-
-
-def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, Any]:
-    where = f"config {str(path)!r}"
-    by_name = {item.name: item for item in known}
+def _of_yaml(path: Path, text: str, kind: type[Any]) -> dict[str, Any]:
+    where, known = f"config {str(path)!r}", records.names_of(kind)
     if sum(map(text.count, ("[", "{", "- "))) > _MOST_LISTS:  # which PyYAML takes seconds for
         raise UsageError(f"{where} has too many lists and mappings; give lines such as 'hidden: 512'")
     try:
@@ -95,14 +86,12 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
         for key, node in root.value:
             line = f"{where}, line {key.start_mark.line + 1}"
             name = key.value if isinstance(key, yaml.ScalarNode) else None
-            if name not in by_name:
-                raise UsageError(f"{line}: {unknown_field_message(key.value, known)}")
+            if name not in known:
+                raise UsageError(f"{line}: {records.unknown(key.value, known, _ALL)}")
             if name in given:
                 raise UsageError(f"{line}: {name} is given twice; leave one out")
             given[name] = _value(loader, node, f"{line}: {name}")
-            fault = value_fault(by_name[name], given[name])
-            if fault:
-                raise UsageError(f"{line}: {fault}")
+            records.require(kind, name, given[name], f"{line}: {name}")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
@@ -121,7 +110,7 @@ def _value(loader: _Loader, node: yaml.Node, where: str) -> Any:
         raise UsageError(f"{where} is no valid value: {error!s:.200}") from error
 
 
-def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
+def _of_python(path: Path, kind: type[Any]) -> dict[str, Any]:
     where = f"config {str(path)!r}"
     try:
         found = runpy.run_path(str(path)).get("config")
@@ -131,7 +120,7 @@ def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
         message = str(error)
         misspelt = re.search(r"unexpected keyword argument '(\w+)'", message)
         if misspelt:
-            message = unknown_field_message(misspelt.group(1), known)
+            message = records.unknown(misspelt.group(1), records.names_of(kind), _ALL)
         elif not isinstance(error, UsageError):
             message = f"{type(error).__name__}: {message}"
         raise UsageError(f"{where}{'' if line is None else f', line {line}'}: {message}") from error

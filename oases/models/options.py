@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 
+from oases import records
 from oases.core.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
 from oases.errors import UsageError
-from oases.limits import fault, require_numbers, short
 from oases.models.gpt import GPTConfig
 
 BYTES = 256
@@ -44,7 +43,7 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
-        require_types(self)
+        records.check(self)
         require_choices(self)
         if self.heads == 0:
             object.__setattr__(self, "heads", self.default_heads)
@@ -150,29 +149,17 @@ class Degrees:
     tensor: 0 = ranks / (data x pipeline). UsageError for an invalid degree.
     """
 
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 0
+    data: Annotated[int, records.Number(least=1, most=2**16)] = 1
+    pipeline: Annotated[int, records.Number(least=1, most=2**16)] = 1
+    tensor: Annotated[int, records.Number(least=0, most=2**16)] = 0
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value, least = getattr(self, item.name), 0 if item.name == "tensor" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value:
-                raise UsageError(f"degrees: {item.name} must be an integer of at least {least}, got {short(value)}")
-            require_numbers({item.name: value}, "degrees: ")
+        records.check(self, "degrees: ")
 
     @classmethod
     def of(cls, given: Any) -> Degrees:
         """Degrees, given as such or as a mapping of names. UsageError for anything else."""
-        if isinstance(given, cls):
-            return given
-        known = [item.name for item in fields(cls)]
-        if not isinstance(given, Mapping):
-            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {short(given)}")
-        for name in given:
-            if name not in known:
-                raise UsageError(f"degrees: unknown {short(name)}; known are {', '.join(known)}")
-        return cls(**given)
+        return given if isinstance(given, cls) else records.read(cls, given, "degrees", "")
 
     def tensor_of(self, ranks: int) -> int:
         """Tensor-parallel degree for a number of ranks. UsageError where the product of degrees differs from it."""
@@ -187,34 +174,6 @@ class Degrees:
     def __str__(self) -> str:
         """Format as e.g. "degrees data 2 x pipeline 2 x tensor 2"."""
         return f"degrees data {self.data} x pipeline {self.pipeline} x tensor {self.tensor or 'the rest'}"
-
-
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((numbers.Integral,), "an integer"),
-    "float": ((numbers.Real,), "a number"),
-    "bool": ((bool,), "true or false"),
-    "str": ((str,), "text"),
-    "str | None": ((str, type(None)), "text, or null for none"),
-}
-
-
-def value_fault(item: Field[Any], value: Any) -> str:
-    """Error message for a field's value of the wrong type or beyond its limit; empty for a right one."""
-    kinds, what = _KINDS.get(str(item.type), ((object,), ""))
-    fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
-    if not fits:
-        return f"{item.name} must be {what}, got {short(value)}"
-    if isinstance(value, str) and "\0" in value:
-        return f"{item.name} must be text without null characters, got {short(value)}"
-    return fault(item.name, value)
-
-
-def require_types(config: Any) -> None:
-    """Raise UsageError, naming field and value, unless every field of a dataclass has its type and limit."""
-    for item in fields(config):
-        fault = value_fault(item, getattr(config, item.name))
-        if fault:
-            raise UsageError(fault)
 
 
 def require_choices(config: Any) -> None:

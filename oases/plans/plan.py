@@ -10,14 +10,14 @@ pipeline a stage is one part.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from oases import records
 from oases.core.dtypes import WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.core.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes
@@ -25,7 +25,6 @@ from oases.core.schedule.schedule import stage_of
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
-from oases.plans.fields import layered_model, listed, made
 from oases.plans.layered import Model
 from oases.plans.segment import AUTO, Segment, Stage, generated
 from oases.plans.shape import Experts, ModelShape
@@ -69,6 +68,10 @@ class Part:
         return self.segments[-1].tp
 
 
+Seconds = Annotated[float, records.Number(least=0)]
+Count = Annotated[int, records.Number(least=1, most=10**7)]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Prediction of the simulator. memory_bytes: peak memory by stage.
@@ -77,11 +80,11 @@ class Prediction:
     the stages). optimizer_seconds: the maximum; None in plans written before that field existed.
     """
 
-    step_seconds: float
-    exposed_seconds: float
-    bubble_seconds: float
-    memory_bytes: tuple[int, ...]
-    optimizer_seconds: float | None = None
+    step_seconds: Seconds
+    exposed_seconds: Seconds
+    bubble_seconds: Seconds
+    memory_bytes: tuple[Annotated[int, records.Number(least=0)], ...]
+    optimizer_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,8 @@ class Plan:
     """
 
     model: Model
-    world: int
-    ranks_per_node: int
+    world: Count
+    ranks_per_node: Count
     global_batch: int
     micro_batches: int
     stages: tuple[Stage, ...]
@@ -332,7 +335,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Serialise the plan as JSON for `from_json`."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **records.plain(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -341,53 +344,13 @@ class Plan:
 
     @staticmethod
     def _of(data: Any) -> Plan:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UsageError(f"plan: the file is not an {FORMAT}; write one with: oases plan --json FILE")
-        if data.get("version") != VERSION:
+        plan: Plan = records.read(Plan, records.body(data, FORMAT, VERSION, "plan", _REMEDY), "plan", _REMEDY)
+        if plan.prediction is not None and len(plan.prediction.memory_bytes) != len(plan.stages):
             raise UsageError(
-                f"plan: version {short(data.get('version'))} is unknown; this oases reads version {VERSION}"
+                f"plan: prediction: memory_bytes must be a whole number for each of {len(plan.stages)} stages, got "
+                f"{short(list(plan.prediction.memory_bytes))}"
             )
-        body = {key: value for key, value in data.items() if key not in ("format", "version")}
-        stages = tuple(
-            Stage(tuple(made(Segment, item, f"stage {number}") for item in listed(stage, "segments", number)))
-            for number, stage in enumerate(listed(body, "stages", "plan"))
-        )
-        prediction = body.get("prediction")
-        if isinstance(prediction, dict):
-            memory = tuple(listed(prediction, "memory_bytes", "prediction"))
-            prediction = made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
-        elif prediction is not None:
-            raise UsageError(f"plan: prediction must be an object or null, got {short(prediction)}")
-        model, experts = _model(body.get("model")), body.get("experts")
-        if experts is not None:
-            experts = made(Experts, experts, "experts")
-        fields_read = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
-        plan: Plan = made(Plan, {**body, **fields_read}, "plan")
-        if plan.prediction is not None:
-            _check_prediction(plan.prediction, len(stages))
         return plan
-
-
-def _model(data: Any) -> Model:
-    if isinstance(data, Mapping) and "kinds" in data:
-        return layered_model(data)
-    shape: ModelShape = made(ModelShape, data, "model")
-    return shape
-
-
-def _check_prediction(prediction: Prediction, stages: int) -> None:
-    for name in ("step_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds"):
-        value = getattr(prediction, name)
-        if name == "optimizer_seconds" and value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {short(value)}")
-    memory = prediction.memory_bytes
-    if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):
-        raise UsageError(
-            f"plan: prediction: memory_bytes must be a whole number of at least 0 for each of {stages} stages, got "
-            f"{short(list(memory))}"
-        )
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -9,7 +9,7 @@ from importlib import resources
 
 from oases.errors import UsageError
 from oases.simulator.hardware import Device, Hardware
-from oases.simulator.hardware_fields import hardware_of
+from oases.simulator.hardware_file import hardware_of
 
 
 def known_clusters() -> list[str]:

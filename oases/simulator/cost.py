@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Annotated
 
 from oases.core.schedule import Op, Schedule
 from oases.core.schedule.ops import STARTS
+from oases.records import Number
 from oases.simulator.program import Contention
+
+_IN_SECONDS = (0.0, 3600.0, "not milliseconds")
+Seconds = Annotated[float, Number("seconds", least=0, usual=_IN_SECONDS)]
+"""Time that may be nothing: published figures do not separate some."""
+Duration = Annotated[float, Number("seconds", above=0, usual=_IN_SECONDS)]
+"""Time of something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +31,14 @@ class BlockTimes:
     its backward. backward: the rest of B, up to the block's input, without weight_gradient.
     """
 
-    forward: float
-    forward_unkept: float
-    combine: float
-    recompute: float
-    recompute_whole: float
-    combine_backward: float
-    backward: float
-    weight_gradient: float
+    forward: Duration
+    forward_unkept: Duration
+    combine: Seconds
+    recompute: Duration
+    recompute_whole: Duration
+    combine_backward: Seconds
+    backward: Duration
+    weight_gradient: Seconds
 
     @property
     def both_passes(self) -> float:

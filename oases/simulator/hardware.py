@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import log
+from math import inf, log
+from typing import Annotated
 
-from oases.core.dtypes import QUANTISED, WIRE_BYTES
+from oases.core.dtypes import CODES, QUANTISED, WIRE_BYTES
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
+from oases.limits import short
 from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import KINDS, AnyKind, ModelShape
-from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
-from oases.simulator.links import LinkModel
+from oases.plans.shape import ELEMENT_BYTES, KINDS, AnyKind, ModelShape
+from oases.records import Check, Inline, Name, Number, OneOf, Within
+from oases.simulator.cost import BlockBytes, BlockTimes, Seconds, StackCosts
+from oases.simulator.links import LinkModel, Rate
 from oases.simulator.program import Contention
+
+Count = Annotated[int, Number(least=1)]
+Samples = Annotated[float, Number("samples", above=0)]
+DType = Annotated[str, OneOf(tuple(ELEMENT_BYTES))]
+_TRACED = re.compile(r"\S+ (block|embedding|head), \d+ FLOPs, \d+ bytes, \d+ parameters")
+
+
+def _kind_fault(kind: str) -> str:
+    """Error for a kind that is neither a GPT's block nor the name of a traced model's block or end."""
+    return "" if kind in KINDS or _TRACED.fullmatch(kind) else f"is {short(kind)}; known are {', '.join(KINDS)}"
 
 
 @dataclass(frozen=True)
@@ -27,12 +41,16 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
-    flops_per_second: Mapping[str, float]
-    bytes_per_second: float
-    launch_seconds: float = 0.0
-    update_seconds: float = 0.0
-    packing_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Annotated[int, Number("bytes", least=1, usual=(2**20, inf, "not gigabytes"))]
+    flops_per_second: Mapping[DType, Annotated[float, Number("FLOP/s", above=0, usual=(1e6, inf, "not TFLOP/s"))]]
+    bytes_per_second: Rate
+    launch_seconds: Seconds = 0.0
+    update_seconds: Seconds = 0.0
+    packing_bytes_per_second: Mapping[Annotated[str, OneOf(CODES)], Rate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.flops_per_second:
+            raise UsageError("flops_per_second must be an object from dtype to FLOP/s, such as {'float32': 1e13}")
 
     def packing_seconds(self, collective: str, num_bytes: float, code: str, ranks: int, sent: float) -> float:
         """Seconds to quantise float32 numbers of `num_bytes` for a collective, and to sum and read them back.
@@ -65,14 +83,22 @@ class MeasuredBlock:
     kind: a BlockKind of a GPT, or the name of a traced model's block or end (`LayeredModel.block_name`, `end_name`).
     """
 
-    kind: str
-    hidden: int
-    heads: int
-    sequence: int
-    dtype: str
-    tp: int
-    samples: float
-    times: BlockTimes
+    kind: Annotated[str, Check(_kind_fault)]
+    hidden: Count
+    heads: Count
+    sequence: Count
+    dtype: DType
+    tp: Count
+    samples: Samples
+    times: Annotated[BlockTimes, Inline("_seconds")]
+
+    def __post_init__(self) -> None:
+        # Heads of a traced model's block need not divide its width.
+        if self.of_gpt and (self.hidden % self.heads or self.heads % self.tp):
+            raise UsageError(
+                f"hidden {self.hidden} in {self.heads} heads over tp {self.tp} does not divide; one of the three is "
+                "wrong"
+            )
 
     @property
     def of_gpt(self) -> bool:
@@ -92,16 +118,16 @@ class MeasuredOverhead:
     samples: of the whole batch, in `sub_batches` sub-batches, over `layers` layers.
     """
 
-    hidden: int
-    heads: int
-    sequence: int
-    dtype: str
-    tp: int
-    layers: int
-    samples: float
-    sub_batches: int
-    forward: float
-    backward: float
+    hidden: Count
+    heads: Count
+    sequence: Count
+    dtype: DType
+    tp: Count
+    layers: Count
+    samples: Samples
+    sub_batches: Count
+    forward: Annotated[Seconds, Name("forward_seconds")]
+    backward: Annotated[Seconds, Name("backward_seconds")]
 
     @property
     def key(self) -> tuple[int, int, int, str, int, int, float, int]:
@@ -117,9 +143,9 @@ class Hardware:
 
     name: str
     device: Device
-    ranks_per_node: int
-    node: LinkModel
-    cluster: LinkModel
+    ranks_per_node: Annotated[int, Number(least=1)]
+    node: Annotated[LinkModel, Within("links")]
+    cluster: Annotated[LinkModel, Within("links")]
     blocks: tuple[MeasuredBlock, ...] = ()
     about: str = ""
     date: str = ""

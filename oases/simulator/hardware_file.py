@@ -15,23 +15,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from oases import records
 from oases.errors import UsageError
 from oases.files import parse_json, read_text, write_text
 from oases.limits import short
 from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
 from oases.simulator.cost import BlockTimes
-from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
-from oases.simulator.hardware_fields import FORMAT, VERSION, hardware_of, require_distinct
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel, Sample, fit_link
 from oases.simulator.program import Contention
 
 HEAD_WIDTH = 64
 """Assumed features per head: published tables do not give the number of heads."""
+FORMAT = "oases hardware"
+VERSION = 1
 _GIB = 1 << 30
 _REMEDY = "write one with: oases profile --json FILE"
 
@@ -161,18 +162,9 @@ def write(hardware: Hardware, path: str | Path) -> None:
 
 def to_json(hardware: Hardware) -> str:
     """The profile as JSON text."""
-    device = {item.name: getattr(hardware.device, item.name) for item in fields(Device)}
-    head = {
-        "format": FORMAT, "version": VERSION, "name": hardware.name, "about": hardware.about, "date": hardware.date,
-        "device": device | {name: dict(device[name]) for name in ("flops_per_second", "packing_bytes_per_second")},
-        "ranks_per_node": hardware.ranks_per_node,
-        "links": {"node": _link_out(hardware.node), "cluster": _link_out(hardware.cluster)},
-    }  # fmt: skip
+    head = {"format": FORMAT, "version": VERSION, **records.plain(hardware)}
+    rows = {name: head.pop(name) for name in ("blocks", "overheads")}
     text = json.dumps(head, indent=1, allow_nan=False)
-    rows = {
-        "blocks": [_block_out(block) for block in hardware.blocks],
-        "overheads": [_timed_out(overhead) for overhead in hardware.overheads],
-    }
     # One line per row: thousands of one-number lines would be unreadable.
     for name, items in rows.items():
         lines = ",\n  ".join(json.dumps(item, allow_nan=False) for item in items)
@@ -180,26 +172,33 @@ def to_json(hardware: Hardware) -> str:
     return text + "\n"
 
 
-def _link_out(link: LinkModel) -> dict[str, Any]:
-    return {
-        "startup_seconds": link.startup_seconds,
-        "bytes_per_second": link.bytes_per_second,
-        "contention": {"compute_slowdown": link.contention.compute, "link_slowdown": link.contention.link},
-        "samples": [{item.name: getattr(sample, item.name) for item in fields(Sample)} for sample in link.samples],
-    }
+def hardware_of(data: Any, where: str) -> Hardware:
+    """Parse the data of a profile. Raises UsageError with the field and the remedy."""
+    hardware = records.read(
+        Hardware, records.body(data, FORMAT, VERSION, where, _REMEDY, "a hardware profile"), where, _REMEDY
+    )
+    require_distinct(hardware, where)
+    return hardware
 
 
-def _block_out(block: MeasuredBlock) -> dict[str, Any]:
-    plain = {item.name: getattr(block, item.name) for item in fields(MeasuredBlock) if item.name != "times"}
-    return plain | {f"{item.name}_seconds": getattr(block.times, item.name) for item in fields(BlockTimes)}
-
-
-def _timed_out(overhead: MeasuredOverhead) -> dict[str, Any]:
-    timed = ("forward", "backward")
-    return {
-        item.name + ("_seconds" if item.name in timed else ""): getattr(overhead, item.name)
-        for item in fields(MeasuredOverhead)
-    }
+def require_distinct(hardware: Hardware, where: str) -> None:
+    """Raise UsageError for a duplicate block or overhead."""
+    seen: set[tuple[Any, ...]] = set()
+    for block in hardware.blocks:
+        if block.key in seen:
+            raise UsageError(
+                f"{where}: blocks has two {block.kind} blocks of hidden {block.hidden}, {block.heads} heads, "
+                f"sequence {block.sequence}, {block.dtype}, tp {block.tp}, {block.samples:g} samples; leave one out"
+            )
+        seen.add(block.key)
+    for each in hardware.overheads:
+        if each.key in seen:
+            raise UsageError(
+                f"{where}: overheads has two of hidden {each.hidden}, {each.heads} heads, sequence {each.sequence}, "
+                f"{each.dtype}, tp {each.tp}, {each.layers} layers, {each.samples:g} samples in {each.sub_batches} "
+                "sub-batches; leave one out"
+            )
+        seen.add(each.key)
 
 
 def _text_of(path_or_text: str | Path) -> tuple[str, str]:

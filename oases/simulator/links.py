@@ -6,21 +6,27 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from statistics import median
+from typing import Annotated
 
+from oases.records import Number, OneOf
 from oases.simulator.program import Contention
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
+
+
+Rate = Annotated[float, Number("bytes per second", above=0, usual=(1e3, inf, "not GB/s or Gbit/s"))]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Measured collective. bytes: of the whole tensor. seconds: on the slowest rank."""
 
-    collective: str
-    ranks: int
-    bytes: int
-    seconds: float
+    collective: Annotated[str, OneOf(COLLECTIVES)]
+    ranks: Annotated[int, Number(least=2)]
+    bytes: Annotated[int, Number("bytes", least=1)]
+    seconds: Annotated[float, Number("seconds", above=0, usual=(0.0, 3600.0, "not milliseconds"))]
 
 
 def wire_bytes(collective: str, ranks: int, num_bytes: float) -> float:
@@ -45,8 +51,8 @@ class LinkModel:
     direction. contention: mutual slowdown of compute and collectives.
     """
 
-    startup_seconds: float
-    bytes_per_second: float
+    startup_seconds: Annotated[float, Number("seconds", least=0, usual=(0.0, 3600.0, "not milliseconds"))]
+    bytes_per_second: Rate
     contention: Contention = field(default_factory=Contention)
     samples: tuple[Sample, ...] = ()
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from oases.records import Name, Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,16 @@ class Receive:
 Instruction: TypeAlias = Compute | Start | Wait | Send | Receive
 
 
+Slowdown = Annotated[float, Number("times as long", least=1)]
+"""Factor of at least 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contention:
     """Slowdown factors of a rank's compute and of one of its links while both are active."""
 
-    compute: float = 1.0
-    link: float = 1.0
+    compute: Annotated[Slowdown, Name("compute_slowdown")] = 1.0
+    link: Annotated[Slowdown, Name("link_slowdown")] = 1.0
 
 
 @dataclass(frozen=True)
