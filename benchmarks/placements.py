@@ -25,8 +25,8 @@ from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
+from oases_bench.loads import METHODS, rb
 from oases_train.config import option
-from oases_train.load_replay import METHODS, rb
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
 """Concentrations of the generated gates: from a few experts that take all to almost even ones."""
@@ -314,7 +314,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """Balance ratio, see `oases_train.load_replay.rb`."""
+        """Balance ratio, see `oases_bench.loads.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

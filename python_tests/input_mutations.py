@@ -7,7 +7,6 @@ from typing import Any
 
 from oases.core.schedule import GENERATORS, PIPELINES, format_schedule, generate, generate_pipeline
 from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
-from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig
@@ -52,25 +51,6 @@ def _places(data: Any) -> Any:
     for key in list(keys):
         yield data, key
         yield from _places(data[key])
-
-
-def small_graph() -> LayerGraph:
-    """A graph of an embedding and two linears, one of them tied."""
-    table, weight = (8, 4), (4, 4)
-    return LayerGraph(
-        "small",
-        (
-            Node("look", "embedding", ("tokens",), ((2, 4),), ("float32",), "embed", ("embed.weight",), 0, 32),
-            Node("first", "linear", ("look",), ((2, 4),), ("float32",), "layers.0", ("layers.0.weight",), 64, 32),
-            Node("logits", "linear", ("first",), ((2, 8),), ("float32",), "head", ("head.weight",), 128, 64),
-        ),
-        (Input("tokens", (2,), "int64"),),
-        ("logits",),
-        (
-            Parameter("embed.weight", table, "float32", 128, 0), Parameter("head.weight", table, "float32", 128, 0),
-            Parameter("layers.0.weight", weight, "float32", 64, 1),
-        ),
-    )  # fmt: skip
 
 
 def plans() -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.core.dtypes import LOSSY
@@ -149,7 +148,6 @@ def add(commands: Any) -> None:
     add_model(plan)
     add_cluster(plan)
     add_limits(plan)
-    add_graph(plan)
     plan.add_argument(
         "--explain", action="store_true", help="also show the best plans of other kinds and what they lose"
     )
@@ -195,10 +193,6 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.planner.explain import rivals
     from oases.terminal import console, working
 
-    if options.graph is not None:
-        show_graph(options)
-        return
-    require_no_graph(options)
     (hardware, world), batch = cluster_of(options), batch_of(options)
     model = model_of(options)  # last: it may be traced
     require_trainable(model)
