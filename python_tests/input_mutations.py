@@ -77,15 +77,7 @@ def schedules() -> list[str]:
 
 
 def hardware() -> list[str]:
-    """Shipped profiles, one with measured rows, and published times."""
-    published = {
-        "sequence": 1024, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
-        "rows": [
-            {"hidden": 1024, "tp": tp, "batch": 2, "attention_forward_ms": 3.0, "attention_backward_ms": 6.0,
-             "mlp_forward_ms": 4.0, "mlp_backward_ms": 8.0, "all_reduce_ms": 2.0 * tp, "runtime_memory_mib": 900}
-            for tp in (1, 2, 4)
-        ],
-    }  # fmt: skip
+    """Shipped profiles, and one with measured rows."""
     times = {
         "forward": 1.0, "forward_unkept": 1.0, "combine": 0.1, "recompute": 1.0, "recompute_whole": 1.0,
         "combine_backward": 0.1, "backward": 1.0, "weight_gradient": 0.5,
@@ -96,7 +88,7 @@ def hardware() -> list[str]:
     data["overheads"] = [shape | {"layers": 2, "sub_batches": 2, "forward_seconds": 0.1, "backward_seconds": 0.1}]
     data["links"]["node"]["samples"] = [{"collective": "all_reduce", "ranks": 2, "bytes": 4096, "seconds": 0.001}]
     shipped = [hardware_json(cluster_called(f"8x{name}")[0]) for name in known_clusters()[:2]]
-    return [*shipped, json.dumps(data), json.dumps(published)]
+    return [*shipped, json.dumps(data)]
 
 
 def traces() -> list[str]:

@@ -34,7 +34,7 @@ from oases_train.plan import Run, least_bytes, plan_from_degrees
 MODEL = ["--cluster", "4x3090", "--hidden", "256", "--layers", "2", "--heads", "4", "--sequence", "128"]
 GIVEN = {"plan": [*MODEL, "--global-batch", "8"], "simulate": [*MODEL, "--global-batch", "8", "--tp", "1"]}
 """Arguments of commands that need some."""
-COMMANDS = ["demo", "train", "profile", "plan", "simulate", "bench loads"]
+COMMANDS = ["demo", "train", "profile", "plan", "simulate"]
 COMMANDS += [f"bench {name}" for name in bench_command_line.BENCHMARKS]
 DIGITS = "9" * 5000
 
