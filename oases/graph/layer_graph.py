@@ -79,7 +79,8 @@ class LayerGraph:
     @cached_property
     def value_bytes(self) -> dict[str, int]:
         """Bytes of each value (input or node), views included."""
-        return {each.name: each.num_bytes for each in (*self.inputs, *self.nodes)}
+        found = {each.name: each.num_bytes for each in self.inputs}
+        return found | {node.name: node.num_bytes for node in self.nodes}
 
     @cached_property
     def trained(self) -> frozenset[str]:
