@@ -43,8 +43,8 @@ from oases_bench.harness import (
     timed_step,
     times,
 )
+from oases_bench.loads import METHODS, rb
 from oases_train.config import TrainConfig, option
-from oases_train.load_replay import METHODS, rb
 from oases_train.trainer import Trainer
 
 LOADS = ("natural", "forced", "even")

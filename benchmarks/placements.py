@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import exp, log
 from statistics import median
 from typing import Any
@@ -19,14 +20,13 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.placement import Integers, Placement, plan
-from oases.moe.placement_milp import FullPlacementMilp, PlacementMilp
+from oases.moe.placement import Integers, Placement, owner_ranks, plan
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
+from oases_bench.loads import METHODS, rb
 from oases_train.config import option
-from oases_train.load_replay import METHODS, rb
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
 """Concentrations of the generated gates: from a few experts that take all to almost even ones."""
@@ -43,6 +43,10 @@ WHOLE = 64
 """Choices of a route up to which the optimum itself is sought; in larger cases a device's tokens may be divided."""
 SAME = 1e-9
 """Relative difference that rounding makes."""
+GAP = 1e-3
+"""Relative gap between a bound and a placement at which the program is solved."""
+UNIT = 1e-3
+"""Seconds per unit of the program: HiGHS' tolerances are for numbers of about 1."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +97,166 @@ def bound(
 
     below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
     all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
-    best placement and found much sooner. UsageError for costs with nodes.
+    best placement and found much sooner. UsageError for costs other than those of `LAYERS`' form.
     """
-    milp = (FullPlacementMilp if whole else _DividedMilp)(counts, costs, slots)
+    plain = Costs(
+        token_seconds=costs.token_seconds, token_bytes=costs.token_bytes, expert_bytes=costs.expert_bytes,
+        bandwidth=costs.bandwidth, non_expert_seconds=costs.non_expert_seconds,
+    )  # fmt: skip
+    if costs != plain:
+        raise UsageError(f"the bound is of placements between devices of one node, without latencies; got {costs}")
+    milp = (_WholeMilp if whole else _DividedMilp)(counts, costs, slots)
     if np.isfinite(below):
-        milp.at_least(-below * (1 + 1e-6) / milp.unit, (-1.0, milp.of("total")))
+        milp.at_least(-below * (1 + 1e-6) / UNIT, (-1.0, milp.of("total")))
     result = milp.solve(seconds)
     if result.status == 2:  # nothing is below, so that is the best
         return Bound(below, True)
     lowest = getattr(result, "mip_dual_bound", None)
-    return Bound(max(0.0, float(lowest or 0.0)) * milp.unit, result.status == 0)
+    return Bound(max(0.0, float(lowest or 0.0)) * UNIT, result.status == 0)
 
 
-class _DividedMilp(PlacementMilp):
+class _PlacementMilp:
+    """Mixed-integer linear program: named variables and constraint rows.
+
+    A variable of a maximum is bounded below by all rows of its name.
+    """
+
+    def __init__(self, counts: Integers, costs: Costs, slots: int) -> None:
+        self.counts, self.costs = counts, costs
+        self.experts, self.devices = counts.shape
+        self.home = owner_ranks(*counts.shape)
+        self._number: dict[tuple[object, ...], int] = {}
+        self._whole: list[int] = []
+        self._rows: list[dict[int, float]] = []
+        self._bounds: list[tuple[float, float]] = []
+        self._copies(slots)
+        self._tokens()
+        self._parameters()
+        self._seconds()
+
+    def solve(self, seconds: float) -> Any:
+        """Solve with HiGHS; return scipy's result."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        size = len(self._number)
+        cost, upper = np.zeros(size), np.full(size, np.inf)
+        cost[self.of("total")] = 1
+        upper[self._whole] = 1
+        entries = ((at, to, by) for at, terms in enumerate(self._rows) for to, by in terms.items())
+        row, column, value = zip(*entries, strict=True)
+        low, high = np.array(self._bounds).T
+        return milp(
+            cost,
+            integrality=np.isin(np.arange(size), self._whole).astype(int),
+            bounds=Bounds(0, upper),
+            constraints=LinearConstraint(csr_array((value, (row, column)), (len(self._rows), size)), low, high),
+            options={"time_limit": seconds, "mip_rel_gap": GAP},
+        )
+
+    def of(self, *name: object) -> int:
+        """Index of a variable, created on first use."""
+        return self._number.setdefault(name, len(self._number))
+
+    def choice(self, *name: object) -> int:
+        """Binary variable."""
+        variable = self.of(*name)
+        self._whole.append(variable)
+        return variable
+
+    def at_least(self, bound: float, *terms: tuple[float, int]) -> None:
+        """Add a row: the sum of the terms is at least `bound`."""
+        self._row(bound, np.inf, terms)
+
+    def equal(self, bound: float, *terms: tuple[float, int]) -> None:
+        """Add a row: the sum of the terms equals `bound`."""
+        self._row(bound, bound, terms)
+
+    def _row(self, low: float, high: float, terms: Iterable[tuple[float, int]]) -> None:
+        row: dict[int, float] = {}
+        for by, variable in terms:
+            row[variable] = row.get(variable, 0.0) + by
+        self._rows.append(row)
+        self._bounds.append((low, high))
+
+    def others(self, expert: int) -> list[int]:
+        """All devices but the owner."""
+        return [device for device in range(self.devices) if device != self.home[expert]]
+
+    def at_most(self, moment: str, by: float, terms: Sequence[tuple[float, int]], constant: float = 0.0) -> None:
+        """Add a row: the seconds of `moment` are at least `by` times (sum of terms + constant)."""
+        by /= UNIT
+        self.at_least(by * constant, (1.0, self.of(moment)), *((-by * share, at) for share, at in terms))
+
+    def _copies(self, slots: int) -> None:
+        """Variables: devices with replicas, and the number of replicas of each expert."""
+        for expert in range(self.experts):
+            held = [(-1.0, self.choice("copy", expert, device)) for device in self.others(expert)]
+            numbers = [self.choice("number", expert, k) for k in range(self.devices)]
+            self.equal(1, *((1, each) for each in numbers))
+            self.equal(0, *((float(k), each) for k, each in enumerate(numbers)), *held)
+        for device in range(self.devices):
+            held = [(-1.0, self.of("copy", e, device)) for e in range(self.experts) if self.home[e] != device]
+            if held and slots < len(held):
+                self.at_least(-slots, *held)
+
+    def _tokens(self) -> None:
+        """Rows for the tokens that each device computes, sends and receives."""
+        raise NotImplementedError
+
+    def _parameters(self) -> None:
+        """Rows for parameter transfers: shares from owner to replicas, then all-gather; see csrc/experts.cpp."""
+        every, numbers = range(self.experts), range(1, self.devices)
+        size = self.costs.expert_bytes / self.costs.bandwidth
+        for expert in every:
+            for device in self.others(expert):  # one of k: there is a copy, and there are k
+                parts = [(1.0, self.of("of", expert, device, k)) for k in numbers]
+                self.equal(0, (-1.0, self.of("copy", expert, device)), *parts)
+                for k, (_, part) in zip(numbers, parts, strict=True):
+                    self.at_least(0, (1.0, self.of("number", expert, k)), (-1.0, part))
+            for k in numbers:
+                parts = [(1.0, self.of("of", expert, device, k)) for device in self.others(expert)]
+                self.equal(0, (-float(k), self.of("number", expert, k)), *parts)
+        for device in range(self.devices):
+            mine = [expert for expert in every if self.home[expert] == device]
+            self.at_most("first", size, [(-1.0, self.of("number", e, 0)) for e in mine], len(mine))
+            copies = [(k, self.of("of", e, device, k)) for e in every if self.home[e] != device for k in numbers]
+            self.at_most("first", size, [(1 / k, part) for k, part in copies])
+            self.at_most("second", size, [((k - 1) / k, part) for k, part in copies])
+
+    def _seconds(self) -> None:
+        """Rows for the predicted seconds, as in csrc/experts.cpp."""
+        tokens, wire = self.of("tokens"), self.of("wire")
+        parts = [(-4.0, wire), (-(1 + self.costs.backward), tokens)]
+        for hides in (1.0, self.costs.backward):
+            share, join = self.of("share left", hides), self.of("join left", hides)
+            self.at_least(-hides * self.costs.non_expert_seconds / UNIT, (1, share), (-1, self.of("first")))
+            self.at_least(0, (1, join), (hides, tokens), (-1, self.of("second")))
+            parts += [(-1.0, share), (-1.0, join)]
+        self.at_least(0, (1, self.of("total")), *parts)
+
+
+class _WholeMilp(_PlacementMilp):
+    """Each device's tokens for an expert go to its owner or to a replica."""
+
+    def _tokens(self) -> None:
+        every = list(product(range(self.experts), range(self.devices)))
+        for expert, source in every:
+            to = [self.choice("route", expert, source, device) for device in range(self.devices)]
+            self.equal(1, *((1, each) for each in to))
+            for device in self.others(expert):
+                self.at_least(0, (1, self.of("copy", expert, device)), (-1, to[device]))
+        size = self.costs.token_bytes / self.costs.bandwidth
+        for device in range(self.devices):
+            here = [(float(self.counts[e, s]), self.of("route", e, s, device)) for e, s in every]
+            self.at_most("tokens", self.costs.token_seconds, here)
+            self.at_most("wire", size, [term for term, (_, s) in zip(here, every, strict=True) if s != device])
+            away = [(float(self.counts[e, device]), self.of("route", e, device, to))
+                    for e in range(self.experts) for to in range(self.devices) if to != device]  # fmt: skip
+            self.at_most("wire", size, away)
+
+
+class _DividedMilp(_PlacementMilp):
     """Relaxation: a device computes part of its own tokens of an expert, and part of all others'."""
 
     def _tokens(self) -> None:
@@ -132,7 +283,6 @@ class _DividedMilp(PlacementMilp):
             away = [(-1.0, at) for _, at in kept]
             sent = float(self.counts[:, device].sum())
             self.at_most("wire", size, away, sent)
-            self.at_most("wire", self.costs.token_bytes / self.both_ways, foreign + away, sent)
 
 
 @dataclass(frozen=True)
@@ -164,7 +314,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """Balance ratio, see `oases_train.load_replay.rb`."""
+        """Balance ratio, see `oases_bench.loads.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

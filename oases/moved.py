@@ -21,7 +21,7 @@ _CHECKPOINT = (
 )
 _TRAIN = (
     "callbacks config config_file data expert_options failure_notifier instructions learning_rate "
-    "load_balance load_replay logs meter metrics model_stage optimizer pipeline_stage plan step_check "
+    "load_balance logs meter metrics model_stage optimizer pipeline_stage plan step_check "
     "tokenizer tokens trainer"
 )
 _SPARSE = "costs exchange gradient hook reducer sketch wire"
@@ -55,6 +55,7 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
         "oases_train",
         _kept("oases_train", _TRAIN)
         | {"adapters": "oases.checkpoint.adapters", "model_options": "oases.models.options"}
+        | {"load_replay": "oases_bench.loads"}
         | {"checkpoint": "oases.checkpoint"}
         | {f"checkpoint.{name}": place for name, place in _kept("oases.checkpoint", _CHECKPOINT).items()},
     ),

@@ -28,7 +28,7 @@ from oases.terminal import console
 from oases_bench.harness import Benchmark, Ranks
 
 BENCHMARKS = (
-    "overlap", "loss", "host", "pipeline", "nodes", "plans", "moe", "sparse", "collectives", "svm", "gpu",
+    "overlap", "loss", "host", "pipeline", "nodes", "plans", "moe", "loads", "sparse", "collectives", "svm", "gpu",
 )  # fmt: skip
 """Modules of oases_bench that define a BENCHMARK, in the order of the help."""
 

@@ -39,9 +39,9 @@ from oases_bench.harness import (
     timed_step,
     times,
 )
+from oases_bench.loads import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
 from oases_bench.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
 from oases_train.config import option
-from oases_train.load_replay import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
 
 
 def _rescaled(counts: Integers, slots: int) -> Integers:

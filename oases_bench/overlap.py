@@ -14,7 +14,6 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.core.execution.group import ProcessGroup
-from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
 from oases.plans.layered import Model
 from oases.profile.config import OverlapConfig
@@ -41,7 +40,7 @@ from oases_bench.overlap_predictions import (
     write_comparison,
 )
 from oases_bench.ratio import NEAR, TRIALS, RatioLink
-from oases_bench.unedited_layers import UneditedLayers, of_model
+from oases_bench.unedited_layers import ModelBenchConfig, UneditedLayers, of_model
 from oases_train.config import option
 
 MALLOCS = ("keep", "trim")
@@ -53,18 +52,10 @@ _PAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class OverlapBenchConfig(OverlapConfig, BenchConfig):
+class OverlapBenchConfig(ModelBenchConfig, BenchConfig):
     """One overlap benchmark: a stack of transformer layers, forward and backward."""
 
-    model: str | None = option(
-        None, "benchmark the layers of an unedited model: a config.json of transformers, or a folder with one"
-    )
     beside_gpt: bool = option(False, "with --model: also run the built-in GPT of the same sizes")
-    experts_mode: str = option(
-        "sharded",
-        "with --model: experts as in oases.parallelize(experts=); all-to-alls of balanced ones count as compute",
-        EXPERT_MODES,
-    )
     ratio: str = option(
         "",
         "comma-separated ratios of communication to compute, e.g. 2,1,0.5: measure at each, behind a link whose rate "
@@ -127,6 +118,8 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         if self.flops:
             self._require_emulation()
         if self.model is not None:
+            if self.baseline_names:
+                raise UsageError(f"--peers {self.peers} run the built-in GPT; leave it out, or --model")
             config = of_model(self, ranks.given, ranks.size)
         config.check(ranks.size)
         if self.simulate is not None:

@@ -23,9 +23,9 @@ from oases.kernels.sparse import bitmap_unpack
 from oases.limits import flag_of
 from oases.models.options import option, require_bytes, require_choices
 from oases.terminal import percent, progress, table
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
+from oases_bench.harness import Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
-from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
+from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, WorkloadConfig, write_words
 from oases_sparse.gradient import DenseRows
 from oases_sparse.sketch import Sketch
 
@@ -36,7 +36,7 @@ ROWS, WIDTH = 32768, 128
 
 
 @dataclass(frozen=True)
-class SparseBenchConfig(BenchConfig):
+class SparseBenchConfig(WorkloadConfig):
     """Workload, and methods of gradient averaging."""
 
     workload: str = option("lstm", "workload: word-level LSTM, or DLRM on clicks", ("lstm", "dlrm"))
@@ -46,12 +46,6 @@ class SparseBenchConfig(BenchConfig):
     )
     data: str | None = option(None, "text whose words are learnt, a file or folder (default: Python's own source)")
     stored: str = option("sparse", "storage of embedding gradients in our modes", ("sparse", "dense"))
-    vocabulary: int = option(32768, "words, or rows of each table")
-    width: int = option(128, "of embeddings and hidden layers")
-    tables: int = option(4, "of the recommender")
-    batch: int = option(16, "samples per step and rank")
-    sequence: int = option(20, "words per sample")
-    negatives: int = option(512, "words that a target is told apart from")
     cells: float = option(0.25, "cells of sketches for each non-zero")
     rows: int = option(1, "rows of sketches", (1, 3, 5))
     powersgd_rank: int = option(4, "of PowerSGD's matrices")

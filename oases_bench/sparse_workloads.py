@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,15 +15,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oases.errors import UsageError
+from oases.models.options import option
+from oases_bench.harness import BenchConfig
 from oases_train.data import Corpus, TextCorpus
-
-if TYPE_CHECKING:
-    from oases_bench.sparse import SparseBenchConfig
 
 Batch = tuple[Tensor, ...]
 """Inputs of a model that returns the loss."""
 VALIDATION_BATCHES = 8
 WORD = re.compile(r"[^\W\d_]+")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig(BenchConfig):
+    """Sizes of a model and its batches."""
+
+    vocabulary: int = option(32768, "words, or rows of each table")
+    width: int = option(128, "of embeddings and hidden layers")
+    tables: int = option(4, "of the recommender")
+    batch: int = option(16, "samples per step and rank")
+    sequence: int = option(20, "words per sample")
+    negatives: int = option(512, "words that a target is told apart from")
 
 
 def log_uniform(count: int, vocabulary: int, generator: torch.Generator) -> Tensor:
@@ -171,7 +183,7 @@ class LanguageWorkload:
 
     tables = frozenset({"embedding.weight", "softmax.weight"})
 
-    def __init__(self, config: SparseBenchConfig, words: Path) -> None:
+    def __init__(self, config: WorkloadConfig, words: Path) -> None:
         self.config, self.corpus = config, WordCorpus(words)
 
     def model(self, seed: int, sparse: bool) -> nn.Module:
@@ -200,7 +212,7 @@ class ClickWorkload:
 
     FEATURES = 8
 
-    def __init__(self, config: SparseBenchConfig) -> None:
+    def __init__(self, config: WorkloadConfig) -> None:
         self.config = config
         self.tables = frozenset(f"tables.{index}.weight" for index in range(config.tables))
         generator = torch.Generator().manual_seed(-1)

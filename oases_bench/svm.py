@@ -22,7 +22,6 @@ from oases.terminal import progress, table
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 PENALTIES = ("scad", "mcp", "lsp", "capped_l1", "l1")
-DESIGNS = ("independent", "correlated", "blocks", "unbalanced", "noisy")
 LARGE = {"tall": (20_000, 2_000, 1.0), "sparse": (2_000, 50_000, 0.01)}
 """Rows, columns, density."""
 
@@ -75,7 +74,7 @@ def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
         "large": [],
     }
     cases = list(_objectives(config))
-    designs = [(kind, seed) for kind in DESIGNS for seed in range(config.seed, config.seed + config.seeds)]
+    designs = [(kind, seed) for kind in fits.DESIGNS for seed in range(config.seed, config.seed + config.seeds)]
     designs = designs if config.recovery else []
     sizes = config.parse_list("large", tuple(LARGE))
     rows: dict[tuple[str, str], list[dict[str, float]]] = {}
@@ -90,7 +89,7 @@ def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
             advance(done)
         done = len(cases) + len(designs)
         for kind in sizes:
-            split = fits.large(kind, config.seed)
+            split = fits.large(*LARGE[kind], config.seed)
             for name in names:
                 penalty = Penalty(name, config.large_lambda)
                 result["large"].append(fits.beside(kind, name, split, penalty, 1, config.limit))

@@ -13,12 +13,12 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from oases_bench.svm import DESIGNS, LARGE
 from oases_svm.design import Design
 from oases_svm.estimator import NonconvexSVC
 from oases_svm.path import svc_path
 from oases_svm.penalties import THETAS, Penalty
 
+DESIGNS = ("independent", "correlated", "blocks", "unbalanced", "noisy")
 STRENGTHS = 20
 """Number of regularization strengths per contestant on a recovery design."""
 _LEAST = 0.02
@@ -132,9 +132,8 @@ def synthetic(kind: str, seed: int, rows: int = 200, columns: int = 500) -> Spli
     return Split(x[a], y[a], (x[b], y[b]), (x[c], y[c]), support)
 
 
-def large(kind: str, seed: int) -> Split:
-    """Generate one of LARGE, with 50 relevant columns."""
-    n, d, density = LARGE[kind]
+def large(n: int, d: int, density: float, seed: int) -> Split:
+    """Generate n rows of d columns, 50 of which are relevant. density: share of entries that are not zero."""
     rng = np.random.default_rng(seed)
     w = np.zeros(d)
     w[:50] = rng.choice([-1.0, 1.0], 50)

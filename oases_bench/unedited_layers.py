@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,7 @@ from oases.core.execution.autotune import Turn
 from oases.core.execution.communication import Scheduler
 from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup
+from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
 from oases.graph.trace.configuration import (
     configuration,
@@ -28,11 +29,25 @@ from oases.graph.trace.configuration import (
     sample_inputs,
     with_layers,
 )
-from oases.models.options import require_bytes
-from oases.profile.config import DTYPES
+from oases.models.options import option, require_bytes
+from oases.profile.config import DTYPES, OverlapConfig
 
-if TYPE_CHECKING:
-    from oases_bench.overlap import OverlapBenchConfig
+
+@dataclass(frozen=True)
+class ModelBenchConfig(OverlapConfig):
+    """Benchmark of a stack of layers, which may be those of an unedited model."""
+
+    model: str | None = option(
+        None, "benchmark the layers of an unedited model: a config.json of transformers, or a folder with one"
+    )
+    experts_mode: str = option(
+        "sharded",
+        "with --model: experts as in oases.parallelize(experts=); all-to-alls of balanced ones count as compute",
+        EXPERT_MODES,
+    )
+
+
+_Config = TypeVar("_Config", bound=ModelBenchConfig)
 
 
 class UneditedLayers:
@@ -43,7 +58,7 @@ class UneditedLayers:
     where the layers cannot be cut or are not one list.
     """
 
-    def __init__(self, config: OverlapBenchConfig, group: ProcessGroup) -> None:
+    def __init__(self, config: ModelBenchConfig, group: ProcessGroup) -> None:
         data = with_layers(read_configuration(Path(str(config.model)), "--model"), config.layers)
         torch.manual_seed(config.seed)
         model = configured_model(data, config.dtype, device="cpu").to(config.device).eval()
@@ -95,7 +110,7 @@ class UneditedLayers:
         return calls
 
 
-def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) -> OverlapBenchConfig:
+def of_model(config: _Config, given: Collection[str], degree: int) -> _Config:
     """A benchmark of the layers of `config.model`, with that model's sizes.
 
     given: the options that were given and not left at their defaults. --layers takes the place of the configuration's
@@ -106,8 +121,6 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
     for name in ("hidden", "heads"):
         if name in given:
             raise UsageError(f"--{name} {getattr(config, name)}: it is the model's; change it in {config.model}")
-    if config.baseline_names:
-        raise UsageError(f"--peers {config.peers} run the built-in GPT; leave it out, or --model")
     for name in config.names:
         if ":sequence" in name:
             raise UsageError(f"schedule {name!r}: an unedited model is not cut along its sequence; leave it out")
@@ -137,7 +150,7 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
     return config
 
 
-def _inputs(model: nn.Module, config: OverlapBenchConfig) -> dict[str, Any]:
+def _inputs(model: nn.Module, config: ModelBenchConfig) -> dict[str, Any]:
     """Random data of the shapes that the model takes."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     vocabulary = getattr(embedding, "num_embeddings", 2)

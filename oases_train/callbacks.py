@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,10 +23,7 @@ from oases.core.execution.group import group_rank
 from oases.distributed.collectives import all_reduce
 from oases.errors import SavedExit
 from oases_train.logs import Scalars, StepLog, WandbRun
-from oases_train.metrics import StepReport
-
-if TYPE_CHECKING:
-    from oases_train.trainer import Trainer
+from oases_train.metrics import StepReport, Training
 
 
 class TrainingCallbacks:
@@ -36,7 +33,7 @@ class TrainingCallbacks:
     step, saves, and raises SavedExit. One small all-reduce per step makes the ranks decide alike.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Training) -> None:
         self.trainer = trainer
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0

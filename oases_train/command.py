@@ -212,7 +212,8 @@ def _show(result: dict[str, Any], config: TrainConfig) -> None:
     if result["balance"]:
         console.print(_balance_text(result["balance"]), soft_wrap=True)
     if config.record_loads is not None:
-        console.print(f"expert loads in {config.record_loads}; show them with oases loads", soft_wrap=True)
+        show = f"oases bench loads --trace {config.record_loads}"
+        console.print(f"expert loads in {config.record_loads}; show them with {show}", soft_wrap=True)
     if result["prediction"] is not None:
         console.print(comparison_table(result["prediction"]))
     elif config.plan is not None:

@@ -57,7 +57,9 @@ class ExpertOptions(ModelOptions):
         0, "with --experts-mode balanced: ranks that hold every expert once; 0 = all ranks of a pipeline stage"
     )
     record_loads: str | None = option(
-        None, "file for the tokens of every step by layer, expert and rank; shown by oases loads", metavar="FILE"
+        None,
+        "file for each step's tokens by layer, expert and rank; shown by oases bench loads",
+        metavar="FILE",
     )
 
     @property

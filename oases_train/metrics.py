@@ -11,25 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from rich.table import Table
+from torch import nn
 
+from oases.checkpoint.metadata import Metadata
 from oases.core.execution.clock import synchronize
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
-from oases.core.reporting import Seconds, StepOverlap
+from oases.core.reporting import Report, Seconds, StepOverlap
 from oases.distributed.collectives import all_reduce
 from oases.plans.plan import Plan, Prediction
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
 from oases.terminal import table
-from oases_train.load_balance import StepLoadBalance
-from oases_train.meter import StepParts
-
-if TYPE_CHECKING:
-    from oases_train.config import TrainConfig
-    from oases_train.trainer import Trainer
+from oases_train.config import TrainConfig
+from oases_train.load_balance import LoadBalance, StepLoadBalance
+from oases_train.meter import Meter, StepParts
+from oases_train.step_check import StepCheck
 
 _MATMUL = {"cpu": 512, "cuda": 8192}
 _SECONDS = 0.03
@@ -187,13 +188,49 @@ def _is_logged(config: TrainConfig) -> bool:
     return any(each is not None for each in (config.step_log, config.tensorboard, config.wandb))
 
 
+class Training(Protocol):
+    """Run as reports, logs and checkpoints see it; documented in `oases_train.trainer.Trainer`."""
+
+    config: TrainConfig
+    plan: Plan
+    group: ProcessGroup | None
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    meter: Meter
+    balance: LoadBalance | None
+    step_check: StepCheck
+    steps_done: int
+    gradient_norm: float
+    evaluations: dict[int, float]
+    resumed: Path | None
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+
+    def overlap(self) -> Report:
+        """Overlap so far."""
+
+    def checkpoint_metadata(self) -> Metadata:
+        """Metadata of a checkpoint of the current state."""
+
+    def settle(self) -> None:
+        """Apply pending updates before a checkpoint."""
+
+    def remember(self) -> None:
+        """Copy the state to memory."""
+
+    def unlock(self) -> None:
+        """Let other runs have the checkpoint folder."""
+
+
 class Reporter:
     """Step reports of a trainer. Constructor and `report` are collectives over all ranks.
 
     watched: whether this rank wants reports. If no rank does and no log is written, a step has no extra collective.
     """
 
-    def __init__(self, trainer: Trainer, *, watched: bool) -> None:
+    def __init__(self, trainer: Training, *, watched: bool) -> None:
         config = trainer.config
         self.trainer = trainer
         asked = torch.tensor([float(watched)], device=trainer.device)

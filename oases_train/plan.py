@@ -11,11 +11,11 @@ from oases.core.dtypes import AUTO_LOSSY, WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
 from oases.core.schedule.pipeline import chunks_of, parts_on
 from oases.errors import UsageError
-from oases.graph.stages import balanced
 from oases.graph.trace import trace_configuration
 from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.models.options import Degrees, require_bytes, sizes_of
 from oases.moe.placement_data import owner_ranks
+from oases.plans.balance import balanced_starts
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel, Model
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
@@ -152,7 +152,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         )
     cuts = [-(-layers * part // num_parts) for part in range(num_parts + 1)]
     if isinstance(model, LayeredModel):
-        cuts = [0, *balanced(_layer_flops(model), num_parts), layers]
+        cuts = [0, *balanced_starts(_layer_flops(model), num_parts), layers]
     borders = [2 * layer if isinstance(model, ModelShape) else model.first_block(layer) for layer in cuts]
     segments = [
         _segment(config, last_layer - first_layer, last - first, degrees.tensor)

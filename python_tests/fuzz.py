@@ -32,10 +32,10 @@ LIMIT_MB = 300
 SLOW_SECONDS = 5.0
 """An input that takes more CPU time is a crash."""
 PARSERS = (
-    "plan", "graph", "hardware", "schedule", "yaml", "loads", "steps", "configuration", "index", "record", "metadata",
+    "plan", "hardware", "schedule", "yaml", "loads", "steps", "configuration", "index", "record", "metadata",
     "options",
 )  # fmt: skip
-OF_JSON = ("plan", "graph", "hardware", "configuration", "index", "record")
+OF_JSON = ("plan", "hardware", "configuration", "index", "record")
 TOKENS = (
     "NaN", "Infinity", "1e999", "9" * 400, "\\u0000",
     '"format"', "[[[[", "{}", "null", "&a", "*a", "!!int", "<<: ", "- ",
@@ -51,7 +51,6 @@ def seeds_of(name: str) -> list[bytes]:
 
     texts: dict[str, Callable[[], list[Any]]] = {
         "plan": valid.plans,
-        "graph": lambda: [valid.small_graph().to_json()],
         "hardware": valid.hardware,
         "schedule": valid.schedules,
         "yaml": lambda: [TrainConfig().to_yaml(), "hidden: 64\ndegrees: {data: 2}\nlearning_rate: 1e-3\n"],
@@ -74,7 +73,6 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.checkpoint.reader import CheckpointReader
     from oases.cli.plan_options import counts, parse_bytes
     from oases.core.schedule import format_schedule, parse_schedule, read_schedule
-    from oases.graph.layer_graph import LayerGraph, read_graph
     from oases.graph.trace.configuration import read_configuration
     from oases.moe.traces import replay
     from oases.planner.recomputation import Recomputation
@@ -95,11 +93,6 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
         assert Plan.from_json(found.to_json()) == found
         assert found.text()
         check(found)
-
-    def graph(path: Path) -> None:
-        found = read_graph(path)
-        assert LayerGraph.from_json(found.to_json()) == found
-        assert found.flops + found.activation_bytes + found.num_parameters >= 0
 
     def hardware(path: Path) -> None:
         found = read_hardware(path)
@@ -126,7 +119,7 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
         each[int(text[0]) % len(each) if text[:1].isdecimal() else 0](text[2:])
 
     parsers: dict[str, Callable[[Path], Any]] = {
-        "plan": plan, "graph": graph, "hardware": hardware, "schedule": schedule, "yaml": yaml, "steps": steps,
+        "plan": plan, "hardware": hardware, "schedule": schedule, "yaml": yaml, "steps": steps,
         "options": options, "loads": lambda path: list(replay(path)), "index": _weight_map,
         "configuration": lambda path: read_configuration(path, "--model"),
         "record": lambda path: Metadata.read(path.parent),

@@ -7,7 +7,6 @@ from typing import Any
 
 from oases.core.schedule import GENERATORS, PIPELINES, format_schedule, generate, generate_pipeline
 from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
-from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig
@@ -54,25 +53,6 @@ def _places(data: Any) -> Any:
         yield from _places(data[key])
 
 
-def small_graph() -> LayerGraph:
-    """A graph of an embedding and two linears, one of them tied."""
-    table, weight = (8, 4), (4, 4)
-    return LayerGraph(
-        "small",
-        (
-            Node("look", "embedding", ("tokens",), ((2, 4),), ("float32",), "embed", ("embed.weight",), 0, 32),
-            Node("first", "linear", ("look",), ((2, 4),), ("float32",), "layers.0", ("layers.0.weight",), 64, 32),
-            Node("logits", "linear", ("first",), ((2, 8),), ("float32",), "head", ("head.weight",), 128, 64),
-        ),
-        (Input("tokens", (2,), "int64"),),
-        ("logits",),
-        (
-            Parameter("embed.weight", table, "float32", 128, 0), Parameter("head.weight", table, "float32", 128, 0),
-            Parameter("layers.0.weight", weight, "float32", 64, 1),
-        ),
-    )  # fmt: skip
-
-
 def plans() -> list[str]:
     """Plans of several kinds, as JSON."""
     sizes: dict[str, Any] = {"hidden": 64, "layers": 4, "heads": 4, "sequence": 16, "batch": 16}
@@ -97,15 +77,7 @@ def schedules() -> list[str]:
 
 
 def hardware() -> list[str]:
-    """Shipped profiles, one with measured rows, and published times."""
-    published = {
-        "sequence": 1024, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
-        "rows": [
-            {"hidden": 1024, "tp": tp, "batch": 2, "attention_forward_ms": 3.0, "attention_backward_ms": 6.0,
-             "mlp_forward_ms": 4.0, "mlp_backward_ms": 8.0, "all_reduce_ms": 2.0 * tp, "runtime_memory_mib": 900}
-            for tp in (1, 2, 4)
-        ],
-    }  # fmt: skip
+    """Shipped profiles, and one with measured rows."""
     times = {
         "forward": 1.0, "forward_unkept": 1.0, "combine": 0.1, "recompute": 1.0, "recompute_whole": 1.0,
         "combine_backward": 0.1, "backward": 1.0, "weight_gradient": 0.5,
@@ -116,7 +88,7 @@ def hardware() -> list[str]:
     data["overheads"] = [shape | {"layers": 2, "sub_batches": 2, "forward_seconds": 0.1, "backward_seconds": 0.1}]
     data["links"]["node"]["samples"] = [{"collective": "all_reduce", "ranks": 2, "bytes": 4096, "seconds": 0.001}]
     shipped = [hardware_json(cluster_called(f"8x{name}")[0]) for name in known_clusters()[:2]]
-    return [*shipped, json.dumps(data), json.dumps(published)]
+    return [*shipped, json.dumps(data)]
 
 
 def traces() -> list[str]:

@@ -9,12 +9,14 @@ import pytest
 from command_line import GIVEN, MODEL, fails
 from plotly.offline import get_plotlyjs
 
+from benchmarks.papers.oases_objective import from_published
 from oases import cli
 from oases.core.schedule import format_schedule
 from oases.core.schedule.pipeline import one_f_one_b
 from oases.planner import choose
 from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
+from oases.simulator.hardware_file import to_json
 
 PROFILE = {
     "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,
@@ -39,7 +41,7 @@ def quick():
 @pytest.fixture
 def profile(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE))
+    path.write_text(to_json(from_published(PROFILE, "profile")))
     return str(path)
 
 
@@ -320,8 +322,7 @@ def test_an_empty_value_is_not_the_default(option, capsys):
 
 
 def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
-    assert "hardware profile" in fails(capsys, "profile", "--convert", "", "--json", "profile.json")
-    assert "--sweep '' is empty" in fails(capsys, "plan", *GIVEN, "--sweep", "")
+    assert "hardware profile" in fails(capsys, "plan", *GIVEN[:-4], "--profile", "", "--global-batch", "16")
     assert "--global-batch must be at most" in fails(capsys, "plan", *GIVEN[:-1], str(10**20))
     assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")
 

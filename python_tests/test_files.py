@@ -15,7 +15,6 @@ from oases.cli import plan_options
 from oases.core.schedule import ScheduleError, read_schedule
 from oases.errors import UsageError
 from oases.files import parse_json, read_json, read_lines, read_text, write_text
-from oases.graph.layer_graph import LayerGraph, read_graph
 from oases.graph.trace.configuration import read_configuration
 from oases.limits import short
 from oases.moe.traces import Recorder, generate, replay
@@ -31,7 +30,6 @@ from oases_train.plan import plan_from_degrees
 
 PARSERS = {
     "plan": read_plan,
-    "graph": read_graph,
     "config.json": lambda path: read_configuration(path, "--model"),
     "hardware": lambda path: read_hardware(path),
     "schedule": lambda path: read_schedule(path, None),
@@ -174,9 +172,6 @@ def test_good_files_are_read_by_their_parsers(tmp_path):
     with Recorder(path) as recorder:
         recorder.write(0, 0, next(generate(experts=4, devices=2, tokens=64)))
     assert len(list(replay(path))) == 1
-    graph = LayerGraph("empty", (), (), (), ())
-    write_text(path, graph.to_json(), "graph")
-    assert read_graph(path) == graph
 
 
 def test_strict_and_lenient_json(tmp_path):
@@ -278,8 +273,8 @@ for words in (
     ["simulate", *model, "--trace"],
     ["simulate", "--schedule", "plain", "--trace"],
     ["plan", *model[:-2], "--degrees", "1", "--micro-batches", "1", "--json"],
-    ["loads", trace, "--json"],
-    ["loads", trace, "--html"],
+    ["bench", "loads", "--trace", trace, "--json"],
+    ["bench", "loads", "--trace", trace, "--html"],
 ):
     error, code = io.StringIO(), 0
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):

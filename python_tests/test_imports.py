@@ -34,7 +34,7 @@ def test_the_runtime_loads_no_planner():
         ("oases", "oases_bench", ["cli/bench.py"]),
         ("oases", "oases_svm", ["svm.py"]),
         ("oases", "oases_sparse", ["__init__.py"]),
-        ("oases", "oases_train", ["__init__.py", "cli/loads.py"]),
+        ("oases", "oases_train", ["__init__.py"]),
         ("oases_sparse", "oases_train", []),
         ("oases_svm", "oases", ["vertex.py"]),
         ("oases_svm", "oases_bench", []),

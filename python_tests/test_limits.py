@@ -34,7 +34,7 @@ from oases_train.plan import Run, least_bytes, plan_from_degrees
 MODEL = ["--cluster", "4x3090", "--hidden", "256", "--layers", "2", "--heads", "4", "--sequence", "128"]
 GIVEN = {"plan": [*MODEL, "--global-batch", "8"], "simulate": [*MODEL, "--global-batch", "8", "--tp", "1"]}
 """Arguments of commands that need some."""
-COMMANDS = ["demo", "train", "profile", "plan", "simulate", "loads"]
+COMMANDS = ["demo", "train", "profile", "plan", "simulate"]
 COMMANDS += [f"bench {name}" for name in bench_command_line.BENCHMARKS]
 DIGITS = "9" * 5000
 
@@ -74,8 +74,6 @@ def beyond(name):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_numeric_option_is_refused_beyond_its_limit(capsys, tmp_path, command):
     words, given = command.split(), GIVEN.get(command, [])
-    if command == "loads":
-        given = [str(tmp_path / "loads.jsonl")]
     for flag, name, kind in numeric_options(command):
         assert name in LIMITS, f"{flag} of oases {command} has no limit; give {name} one in oases/limits.py"
         values = [*map(str, beyond(name)), *(("0.5", DIGITS) if kind is int else ())]
@@ -202,7 +200,9 @@ def test_a_replay_takes_sizes_within_limits_only(capsys, tmp_path):
     path = tmp_path / "loads.jsonl"
     with Recorder(path) as recorder:
         recorder.write(0, 0, next(generate(experts=4, devices=2, tokens=64)))
-    assert "--hidden must be at most" in fails(capsys, "loads", str(path), "--hidden", "1000000000")
+    assert "--hidden must be at most" in fails(
+        capsys, "bench", "loads", "--trace", str(path), "--hidden", "1000000000"
+    )
 
 
 @pytest.mark.parametrize(

@@ -282,11 +282,6 @@ def test_a_model_has_its_own_sizes(tmp_path, capsys):
         (["--device", "cuda"], ["--device cpu"]),
         (["--iterations", "0"], ["iterations", "got 0"]),
         (["--append"], ["--append needs --json"]),
-        (["--convert", "/nowhere"], ["--convert needs --json"]),
-        (
-            ["--convert", "/nowhere", "--json", "x.json", "--append", "--tp=4"],
-            ["leave out --append, --batch, --heads"],
-        ),
         (["--model", "/nowhere"], ["'/nowhere'"]),
         (["--json", "/dev/null/x.json"], ["a file is in the way"]),
     ],
@@ -296,29 +291,6 @@ def test_mistakes(capsys, arguments, parts):
     error = fails(capsys, *arguments)
     for part in parts:
         assert part in error
-
-
-def test_a_file_of_published_times_becomes_a_profile(tmp_path, capsys):
-    row = {
-        "hidden": 128, "tp": 1, "batch": 1, "attention_forward_ms": 2.0, "attention_backward_ms": 4.0,
-        "mlp_forward_ms": 1.0, "mlp_backward_ms": 3.0, "all_reduce_ms": 1.0,
-    }  # fmt: skip
-    body = {
-        "sequence": 256,
-        "dtype": "float32",
-        "device": "T4 16 GiB",
-        "gpus": 8,
-        "gpus_per_server": 4,
-        "rows": [row],
-    }
-    source, target = tmp_path / "published.json", tmp_path / "h.json"
-    source.write_text(json.dumps(body))
-    cli.main(["profile", "--convert", str(source), "--json", str(target)])
-    assert read_hardware(target) == read_hardware(source)
-    assert "T4 16 GiB" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["profile", "--convert", "/nowhere", "--json", str(target)])
-    assert "'/nowhere' cannot be read: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from input_mutations import hardware, mutated, plans, schedules, small_graph
+from input_mutations import hardware, mutated, plans, schedules
 
 from oases.checkpoint import retention
 from oases.checkpoint.files import write
@@ -33,7 +33,6 @@ from oases.core.schedule import (
 from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.core.schedule.validate import needs, validate_ranks
 from oases.errors import UsageError
-from oases.graph.layer_graph import LayerGraph
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.simulator import simulate
@@ -140,7 +139,6 @@ def test_the_plan_of_any_degrees_is_read_again_as_it_is_or_refused(
 PARSED = [
     *((Plan.from_json, Plan.to_json, json.loads(text)) for text in plans()),
     *((read_hardware, hardware_json, json.loads(text)) for text in hardware()),
-    (LayerGraph.from_json, LayerGraph.to_json, json.loads(small_graph().to_json())),
 ]
 
 

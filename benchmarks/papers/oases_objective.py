@@ -18,35 +18,64 @@ formulas count only the all-reduce, and of the first one only the compute.
     python benchmarks/papers/oases_objective.py --model gpt-1.3b --cluster 8x3090 --global-batch 32
 
 It leaves out contention, launches, the data-parallel all-reduce, the optimizer and the head: the search has them all.
+
+--table FILE takes published block times, in milliseconds by hidden, tensor-parallel degree and batch:
+
+    {"sequence": 1024, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
+     "rows": [{"hidden": 1024, "tp": 1, "batch": 1, "attention_forward_ms": ..., "attention_backward_ms": ...,
+               "mlp_forward_ms": ..., "mlp_backward_ms": ..., "all_reduce_ms": ..., "runtime_memory_mib": ...}]}
+
+null means that the configuration did not fit. all_reduce_ms is an all-reduce of the batch's activations over all
+`gpus`.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+from oases.simulator.hardware_file import require_distinct
 
 from oases.cli.options import Parser, fail, require_writable
 from oases.cli.plan import figures, plan_table, title
-from oases.cli.plan_options import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
+from oases.cli.plan_options import (
+    add_cluster,
+    add_model,
+    batch_of,
+    cluster_of,
+    counts,
+    model_of,
+    parse_bytes,
+    require_count,
+)
 from oases.errors import UsageError
+from oases.files import read_json
+from oases.limits import short
 from oases.planner.block_chain import Chain
 from oases.planner.memory import head_bytes, usable_bytes
 from oases.planner.milp import Solution, solve
 from oases.planner.predict import Predictor
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import KINDS, BlockKind, ModelShape
-from oases.simulator.hardware import Hardware
-from oases.simulator.hardware_file import is_published
+from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, BlockKind, ModelShape
+from oases.simulator.cluster import cluster_called, known_clusters
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock
+from oases.simulator.hardware_file import write
+from oases.simulator.links import LinkModel, Sample, fit_link
+from oases.simulator.program import Contention
 from oases.terminal import console
 
 USABLE = 0.95
 """Share of the device's memory that a plan may fill."""
+HEAD_WIDTH = 64
+"""Assumed features per head: published tables do not give the number of heads."""
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -175,7 +204,7 @@ def published_plan(
     """The plan that the published objective likes best: every layer computed again, one micro-batch, two sub-batches.
 
     budget: bytes that a rank may fill; None takes the share of the device that the paper takes. degrees: to choose
-    from; empty means all that fit. rows: of a file of published block times, whose all-reduces and memory of the
+    from; empty means all that fit. rows: of a table of published block times, whose all-reduces and memory of the
     runtime are then taken as they are. Raises UsageError where no degree fits.
     """
     wanted = degrees or [2**power for power in range(world.bit_length())]
@@ -220,10 +249,104 @@ def _times(
     return PublishedTimes(forward, backward, all_reduce, runtime, samples)
 
 
-def published_rows(profile: str | None) -> list[dict[str, Any]]:
-    """The rows of a profile that is a file of published block times; none of any other."""
-    data = json.loads(Path(profile).read_text(encoding="utf-8")) if profile is not None else {}
-    return data["rows"] if is_published(data) else []
+def from_published(data: Any, where: str) -> Hardware:
+    """Convert a table of published block times. Raises UsageError for missing or inconsistent fields.
+
+    Assumptions: recomputation takes as long as a forward pass, C and its backward take no time, and B is the whole
+    backward pass. The single measured link serves as both links.
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("rows"), list) or not data["rows"]:
+        raise UsageError(f"{where}: a table of published block times has rows, a list of at least one row")
+    sequence, gpus, per_server = (_whole(data, name, where) for name in ("sequence", "gpus", "gpus_per_server"))
+    dtype, device = data.get("dtype"), data.get("device")
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
+        raise UsageError(f"{where}: dtype is {short(dtype)}; known are {', '.join(ELEMENT_BYTES)}")
+    if gpus < 2:
+        raise UsageError(f"{where}: gpus must be at least 2, between which all_reduce_ms was measured, got {gpus}")
+    rows = [_row(row, f"{where}: rows[{number}]") for number, row in enumerate(data["rows"])]
+    blocks: list[MeasuredBlock] = []
+    reduced: dict[int, list[float]] = {}
+    for row in rows:
+        for kind in KINDS:
+            forward, backward = row[f"{kind}_forward_ms"], row[f"{kind}_backward_ms"]
+            if forward is None or backward is None:
+                continue
+            times = BlockTimes(
+                forward=forward / 1e3, forward_unkept=forward / 1e3, combine=0.0, recompute=forward / 1e3,
+                recompute_whole=forward / 1e3, combine_backward=0.0, backward=backward / 1e3, weight_gradient=0.0,
+            )  # fmt: skip
+            heads = max(1, row["hidden"] // HEAD_WIDTH)
+            blocks.append(
+                MeasuredBlock(kind, row["hidden"], heads, sequence, dtype, row["tp"], float(row["batch"]), times)
+            )
+        if row["all_reduce_ms"] is not None:
+            num_bytes = row["batch"] * sequence * row["hidden"] * ELEMENT_BYTES[dtype]
+            reduced.setdefault(num_bytes, []).append(row["all_reduce_ms"] / 1e3)
+    if not blocks or not reduced:
+        raise UsageError(f"{where}: no row has block times and all_reduce_ms, so nothing can be planned with it")
+    samples = [Sample("all_reduce", gpus, size, median(seconds)) for size, seconds in sorted(reduced.items())]
+    try:
+        cluster = fit_link(samples, Contention())
+    except ValueError as error:
+        raise UsageError(f"{where}: all_reduce_ms: {error}") from error
+    hardware = Hardware(
+        name=str(device), device=_device(str(device), dtype, blocks, where), ranks_per_node=per_server,
+        node=LinkModel(cluster.startup_seconds, cluster.bytes_per_second), cluster=cluster, blocks=tuple(blocks),
+        about=f"Published block times, converted. {data.get('about', '')} Assumed: recomputation is a forward "
+        "pass, weight gradients are part of the backward pass; the intra-node link is as fast as the "
+        "inter-node link, without contention.",
+    )  # fmt: skip
+    require_distinct(hardware, where)
+    return hardware
+
+
+def _row(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{where} must be an object, got {short(row)}")
+    found: dict[str, Any] = {name: _whole(row, name, where) for name in ("hidden", "tp", "batch")}
+    for name in (*(f"{kind}_{pass_}_ms" for kind in KINDS for pass_ in ("forward", "backward")), "all_reduce_ms"):
+        if name not in row:
+            raise UsageError(f"{where}: field {name!r} is missing; give null for what did not fit")
+        value = row[name]
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= value <= 3.6e6
+        ):
+            raise UsageError(
+                f"{where}: {name} must be a number of milliseconds above 0 and up to an hour, or null, got "
+                f"{short(value)}"
+            )
+        found[name] = value
+    return found
+
+
+def _whole(data: Mapping[str, Any], name: str, where: str) -> int:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{where}: {name} must be a whole number of at least 1, got {short(value)}")
+    if value > LARGEST:
+        raise UsageError(f"{where}: {name} must be at most {LARGEST}, got {short(value)}")
+    return value
+
+
+def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> Device:
+    """Device with memory from its name and rates from a shipped profile, or else from the fastest MLP (lower
+    bounds).
+    """
+    memory = re.search(r"(\d+)\s*Gi?B", name, re.IGNORECASE)
+    if memory is None:
+        raise UsageError(f"{where}: device {short(name)} does not state its memory; write it as 'RTX 3090 24 GiB'")
+    flops = moved = 0.0
+    for block in blocks:
+        shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
+        done = sum(shape.matmul_flops(block.kind, block.tp, block.samples))
+        touched = 2 * shape.kept_bytes(block.kind, block.tp, block.samples)
+        flops, moved = max(flops, done / block.times.forward), max(moved, touched / block.times.forward)
+    words = set(re.findall(r"\w+", name.lower()))
+    known = next((cluster_called(f"1x{each}")[0].device for each in known_clusters() if each in words), None)
+    return Device(
+        name, int(memory[1]) * _GIB, {dtype: flops}, known.bytes_per_second if known else moved,
+        known.launch_seconds if known else 0.0,
+    )  # fmt: skip
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -232,16 +355,28 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the plan there")
     add_model(parser)
     add_cluster(parser)
+    parser.add_argument("--table", metavar="FILE", help="published block times, in place of --cluster or --profile")
+    parser.add_argument("--profile-to", metavar="FILE", help="write the table as a profile, for oases plan")
     parser.add_argument("--global-batch", type=int, metavar="N", help="samples of one optimizer step")
     parser.add_argument("--degrees", metavar="N,N", help="tensor-parallel degrees to choose from")
     parser.add_argument("--memory", metavar="SIZE", help="what a device may fill (default: the paper's share of it)")
     options = parser.parse_args(given)
     try:
         require_writable("--json", options.json)
-        model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+        rows: list[dict[str, Any]] = []
+        if options.table is not None:
+            data = read_json(options.table, "--table", "give a table of published block times")
+            hardware, rows = from_published(data, f"--table {options.table}"), data["rows"]
+            if options.profile_to is not None:
+                write(hardware, options.profile_to)
+                return
+            world = require_count("--world", options.world or 0)
+        else:
+            hardware, world = cluster_of(options)
+        model, batch = model_of(options), batch_of(options)
         budget = None if options.memory is None else parse_bytes(options.memory)
         choice = published_plan(
-            model, hardware, world, batch, budget=budget, rows=published_rows(options.profile),
+            model, hardware, world, batch, budget=budget, rows=rows,
             degrees=() if options.degrees is None else counts(options.degrees),
         )  # fmt: skip
     except UsageError as error:

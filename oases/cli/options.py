@@ -21,6 +21,7 @@ from oases.limits import flag_of, require_numbers
 from oases.testbed import Backend
 
 ELSEWHERE = {
+    "--graph": "--model",
     "--lr": "--learning-rate",
     "--bf16": "--precision bfloat16",
     "--clip-grad": "--clip",
@@ -44,7 +45,7 @@ ELSEWHERE = {
     "--gradient-checkpointing": "--recompute full",
     "--recompute-activations": "--recompute full",
 }
-"""Options of Megatron and transformers, and ours."""
+"""Options of oases 0.1, of Megatron and of transformers, and ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,7 +97,6 @@ COMMANDS = {
     ),
     "export": Command("oases_train.command", "export the weights of a checkpoint to one safetensors file"),
     "bench": Command("oases.cli.bench", "run a benchmark on this machine"),
-    "loads": Command("oases.cli.loads", "compare expert placements on the token loads of oases train --record-loads"),
     "profile": Command(
         "oases.cli.profile", "measure blocks, links and contention of this machine, for plan and simulate"
     ),

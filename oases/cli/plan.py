@@ -9,19 +9,16 @@ from typing import Any
 
 from rich.table import Table
 
-from oases.cli.graph import add_graph, require_no_graph, show_graph
-from oases.cli.options import command, require_writable, write_json
+from oases.cli.options import command
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.core.dtypes import LOSSY
 from oases.core.schedule.pipeline import name_of
-from oases.errors import UsageError, make_folder
 from oases.files import write_text
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.space import Space
-from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
@@ -149,14 +146,9 @@ def add(commands: Any) -> None:
     add_model(plan)
     add_cluster(plan)
     add_limits(plan)
-    add_graph(plan)
     plan.add_argument(
         "--explain", action="store_true", help="also show the best plans of other kinds and what they lose"
     )
-    plan.add_argument(
-        "--sweep", metavar="DIR",
-        help="instead of one plan, write step time against link speed, degree and model size to DIR",
-    )  # fmt: skip
     plan.set_defaults(run=_plan)
 
 
@@ -195,17 +187,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.planner.explain import rivals
     from oases.terminal import console, working
 
-    if options.graph is not None:
-        show_graph(options)
-        return
-    require_no_graph(options)
     (hardware, world), batch = cluster_of(options), batch_of(options)
     model = model_of(options)  # last: it may be traced
     require_trainable(model)
     space = space_of(options)
-    if options.sweep is not None:
-        _sweep(options, Problem(model, hardware, world, batch, options.memory, space))
-        return
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
@@ -225,29 +210,3 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         if not best.model.mixed:
             how += f" --model {options.model}, or in a loop of your own by oases.parallelize(model, plan=...)"
         console.print(f"written to {options.json}; execute it with: {how}", soft_wrap=True)
-
-
-def _sweep(options: argparse.Namespace, problem: Problem) -> None:
-    """Write figures and numbers of a sweep to a folder."""
-    from oases.planner.sweep import write_curves, write_png
-    from oases.terminal import console, working
-
-    if options.explain:
-        raise UsageError(f"--sweep {options.sweep} draws many plans; leave out --explain, or --sweep")
-    folder = make_folder(options.sweep, "--sweep")
-    paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}
-    for path in paths.values():
-        require_writable("--sweep", str(path))
-    with working("planning the sweep, point") as update:
-        panels = sweep(problem, update)
-    if all(point.step_seconds is None for panel in panels for each in panel.points.values() for point in each):
-        raise UsageError(panels[0].points["planner"][0].plan)
-    title = (
-        f"{problem.model.name} on {problem.world} x {problem.hardware.name}, {problem.global_batch} samples a step"
-    )
-    write_png(paths["png"], f"{title}: predicted", panels)
-    write_curves(paths["html"], title, "Predicted, not measured.", panels)
-    data = as_data(problem, panels)
-    write_json(str(paths["json"]), data)
-    write_json(options.json, data)
-    console.print("written to " + ", ".join(map(str, paths.values())), soft_wrap=True)

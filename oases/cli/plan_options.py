@@ -50,7 +50,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--profile", metavar="FILE",
-        help="hardware profile of oases profile, or a file of published block times, in place of --cluster",
+        help="hardware profile of oases profile, in place of --cluster",
     )  # fmt: skip
     parser.add_argument(
         "--world", "--gpus", type=int, metavar="N", help="number of devices, with --profile or --cluster NAME"

@@ -142,20 +142,15 @@ def add(commands: Any) -> None:
     profile.add_argument(
         "--append", action="store_true", help="add block times of another shape to the profile in --json"
     )
-    profile.add_argument(
-        "--convert", metavar="FILE", help="convert a file of published block times to a profile, without measuring"
-    )
     profile.set_defaults(run=_profile)
 
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
 
-    if options.json is None and (options.convert is not None or options.append):
-        raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE for the profile")
-    if options.convert is not None and (others := sorted(_flags(given) - {"--convert", "--json", "--name"})):
-        raise UsageError(f"--convert writes a new profile and measures nothing; leave out {', '.join(others)}")
-    hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
+    if options.json is None and options.append:
+        raise UsageError("--append needs --json FILE for the profile")
+    hardware = _measured(options, given)
     if not is_first_rank():
         return
     if options.name:

@@ -9,7 +9,6 @@ from math import prod
 from oases.errors import UsageError
 from oases.graph.layer_costs import Reading, blocks_of, flops_of, is_token_wise
 from oases.graph.layer_graph import LayerGraph, Node, layer_of
-from oases.graph.part import is_embedding, last_uses
 from oases.plans.layered import Block, LayeredModel, LayerKind, LayerList, Outside, Share
 from oases.plans.shape import ELEMENT_BYTES
 
@@ -105,6 +104,19 @@ def _messages(
     return (0, *found[1:])
 
 
+def last_uses(graph: LayerGraph) -> dict[str, int]:
+    """Index of the last node that reads each value; its own index if none does."""
+    last = dict.fromkeys((each.name for each in graph.inputs), 0) | graph.place
+    for index, node in enumerate(graph.nodes):
+        last.update(dict.fromkeys(node.inputs, index))
+    return last
+
+
+def is_embedding(graph: LayerGraph, node: Node) -> bool:
+    """Whether a node is a lookup in a parameter."""
+    return Reading.is_lookup(node) and any(not graph.table[name].buffer for name in node.parameters)
+
+
 def _shape(graph: LayerGraph, value: str) -> tuple[int, ...]:
     return graph.nodes[graph.place[value]].shapes[0]
 
@@ -173,7 +185,4 @@ class _Sum:
 
 
 def _unfit(graph: LayerGraph, why: str) -> UsageError:
-    return UsageError(
-        f"{graph.name} cannot be planned: {why}; give its sizes as a ModelShape, or cut its graph into stages with "
-        "oases.graph.stages.split"
-    )
+    return UsageError(f"{graph.name} cannot be planned: {why}; give its sizes as a ModelShape")

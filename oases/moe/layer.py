@@ -56,8 +56,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
     """Mixture of experts: weighted sum of `top_k` of `num_experts` per token; [..., hidden] -> the same shape.
 
     process_group: expert-parallel ranks, each with its own tokens; None for the default group. placement: "none"
-    (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": method that chooses each step's replicas
-    of busy experts from the loads of earlier steps. costs: cost model of the placement; None measures it at the first
+    (plain expert parallelism), "prophet", "faster_moe" or "eplb": method that chooses each step's replicas of busy
+    experts from the loads of earlier steps. costs: cost model of the placement; None measures it at the first
     training step. memory_budget: bytes of replicas per device. gated, bias: of the experts' MLPs.
     shared_intermediate: above 0, width of a shared expert, computed during the dispatch; shared_gate: with a sigmoid
     gate. gate, normalised (None: where top_k is above 1), scale, balance_weight, z_weight, bias_update_rate,

@@ -24,7 +24,6 @@ from oases.moe.placement_data import (
     owner_ranks,
     placement_from_native,
 )
-from oases.moe.placement_milp import optimal_placement
 from oases.moe.shadowing import shadowing_placement
 
 __all__ = ["Chosen", "Integers", "Placement", "checked_counts", "make_placement", "owner_only", "owner_ranks", "plan"]
@@ -36,9 +35,9 @@ def plan(
     """Choose a placement.
 
     counts[expert, device]: the device's tokens for the expert, integers. costs: of the layer. method: "none",
-    "prophet", "faster_moe" (shadowing), "eplb" (replication like DeepSeek's) or "optimum" (a mixed-integer linear
-    program, for small cases). memory_budget: bytes of replicas per device; None for no limit. UsageError for counts
-    that are not integers of at least 0, for experts that the devices do not divide, and for an unknown method.
+    "prophet", "faster_moe" (shadowing) or "eplb" (replication like DeepSeek's). memory_budget: bytes of replicas per
+    device; None for no limit. UsageError for counts that are not integers of at least 0, for experts that the devices
+    do not divide, and for an unknown method.
     """
     methods = _methods()
     if method not in methods:
@@ -79,5 +78,4 @@ def _methods() -> dict[str, Method]:
         "prophet": _searched,
         "faster_moe": of("faster_moe", shadowing_placement),
         "eplb": of("eplb", eplb_placement),
-        "optimum": of("optimum", optimal_placement),
     }

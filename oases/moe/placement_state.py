@@ -21,7 +21,7 @@ from oases.moe.placement_data import Integers, Placement, owner_only, owner_rank
 from oases.moe.recomputation import ForwardPass, OpenPasses, RoutingState
 from oases.moe.router import Router, Routing
 
-METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
+METHODS = ("none", "prophet", "faster_moe", "eplb")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import resources
 
 from oases.errors import UsageError
-from oases.simulator.hardware import Device, Hardware
+from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import hardware_of
 
 
@@ -95,15 +95,6 @@ def with_link(hardware: Hardware, world: int, text: str) -> Hardware:
         link = replace(hardware.link(place), bytes_per_second=rate, samples=())
         hardware = replace(hardware, node=link) if place == "node" else replace(hardware, cluster=link)
     return hardware
-
-
-def shipped_device(words: str) -> Device | None:
-    """Device of the profile whose name is a word of `words`; None if there is none."""
-    given = set(re.findall(r"\w+", words.lower()))
-    for name in known_clusters():
-        if name in given:
-            return _shipped(name).device
-    return None
 
 
 def _shipped(name: str) -> Hardware:

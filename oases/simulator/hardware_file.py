@@ -1,157 +1,30 @@
-"""Hardware profile files: readable JSON with the unit in each field's name, checked on reading.
-
-Published block times, in milliseconds by hidden, tensor-parallel degree and batch, can be read too:
-
-    {"sequence": 1024, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
-     "rows": [{"hidden": 1024, "tp": 1, "batch": 1, "attention_forward_ms": ..., "attention_backward_ms": ...,
-               "mlp_forward_ms": ..., "mlp_backward_ms": ..., "all_reduce_ms": ..., "runtime_memory_mib": ...}]}
-
-null means that the configuration did not fit. all_reduce_ms is an all-reduce of the batch's activations over all
-`gpus`.
-"""
+"""Hardware profile files: readable JSON with the unit in each field's name, checked on reading."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from oases import records
 from oases.errors import UsageError
 from oases.files import parse_json, read_text, write_text
-from oases.limits import short
-from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
-from oases.simulator.cost import BlockTimes
-from oases.simulator.hardware import Device, Hardware, MeasuredBlock
-from oases.simulator.links import LinkModel, Sample, fit_link
-from oases.simulator.program import Contention
+from oases.simulator.hardware import Hardware
 
-HEAD_WIDTH = 64
-"""Assumed features per head: published tables do not give the number of heads."""
 FORMAT = "oases hardware"
 VERSION = 1
-_GIB = 1 << 30
 _REMEDY = "write one with: oases profile --json FILE"
 
 
-def is_published(data: Any) -> bool:
-    """Whether the data are published block times."""
-    return isinstance(data, Mapping) and "format" not in data and "rows" in data
-
-
-def from_published(data: Mapping[str, Any], where: str) -> Hardware:
-    """Convert published block times. Raises UsageError for missing or inconsistent fields.
-
-    Assumptions: recomputation takes as long as a forward pass, C and its backward take no time, and B is the whole
-    backward pass. The single measured link serves as both links.
-    """
-    sequence, gpus, per_server = (_whole(data, name, where) for name in ("sequence", "gpus", "gpus_per_server"))
-    dtype, device = data.get("dtype"), data.get("device")
-    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
-        raise UsageError(f"{where}: dtype is {short(dtype)}; known are {', '.join(ELEMENT_BYTES)}")
-    if gpus < 2:
-        raise UsageError(f"{where}: gpus must be at least 2, between which all_reduce_ms was measured, got {gpus}")
-    if not isinstance(data["rows"], list) or not data["rows"]:
-        raise UsageError(f"{where}: rows must be a list of at least one row, got {short(data['rows'])}")
-    rows = [_row(row, f"{where}: rows[{number}]") for number, row in enumerate(data["rows"])]
-    blocks: list[MeasuredBlock] = []
-    reduced: dict[int, list[float]] = {}
-    for row in rows:
-        for kind in KINDS:
-            forward, backward = row[f"{kind}_forward_ms"], row[f"{kind}_backward_ms"]
-            if forward is None or backward is None:
-                continue
-            times = BlockTimes(
-                forward=forward / 1e3, forward_unkept=forward / 1e3, combine=0.0, recompute=forward / 1e3,
-                recompute_whole=forward / 1e3, combine_backward=0.0, backward=backward / 1e3, weight_gradient=0.0,
-            )  # fmt: skip
-            heads = max(1, row["hidden"] // HEAD_WIDTH)
-            blocks.append(
-                MeasuredBlock(kind, row["hidden"], heads, sequence, dtype, row["tp"], float(row["batch"]), times)
-            )
-        if row["all_reduce_ms"] is not None:
-            num_bytes = row["batch"] * sequence * row["hidden"] * ELEMENT_BYTES[dtype]
-            reduced.setdefault(num_bytes, []).append(row["all_reduce_ms"] / 1e3)
-    if not blocks or not reduced:
-        raise UsageError(f"{where}: no row has block times and all_reduce_ms, so nothing can be planned with it")
-    samples = [Sample("all_reduce", gpus, size, median(seconds)) for size, seconds in sorted(reduced.items())]
-    try:
-        cluster = fit_link(samples, Contention())
-    except ValueError as error:
-        raise UsageError(f"{where}: all_reduce_ms: {error}") from error
-    return Hardware(
-        name=str(device), device=_device(str(device), dtype, blocks, where), ranks_per_node=per_server,
-        node=LinkModel(cluster.startup_seconds, cluster.bytes_per_second), cluster=cluster, blocks=tuple(blocks),
-        about=f"Published block times, converted. {data.get('about', '')} Assumed: recomputation is a forward "
-        "pass, weight gradients are part of the backward pass; the intra-node link is as fast as the "
-        "inter-node link, without contention.",
-    )  # fmt: skip
-
-
-def _row(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, Mapping):
-        raise UsageError(f"{where} must be an object, got {short(row)}")
-    found: dict[str, Any] = {name: _whole(row, name, where) for name in ("hidden", "tp", "batch")}
-    for name in (*(f"{kind}_{pass_}_ms" for kind in KINDS for pass_ in ("forward", "backward")), "all_reduce_ms"):
-        if name not in row:
-            raise UsageError(f"{where}: field {name!r} is missing; give null for what did not fit")
-        value = row[name]
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= value <= 3.6e6
-        ):
-            raise UsageError(
-                f"{where}: {name} must be a number of milliseconds above 0 and up to an hour, or null, got "
-                f"{short(value)}"
-            )
-        found[name] = value
-    return found
-
-
-def _whole(data: Mapping[str, Any], name: str, where: str) -> int:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{where}: {name} must be a whole number of at least 1, got {short(value)}")
-    if value > LARGEST:
-        raise UsageError(f"{where}: {name} must be at most {LARGEST}, got {short(value)}")
-    return value
-
-
-def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> Device:
-    """Device with memory from its name and rates from a shipped profile, or else from the fastest MLP (lower
-    bounds).
-    """
-    memory = re.search(r"(\d+)\s*Gi?B", name, re.IGNORECASE)
-    if memory is None:
-        raise UsageError(f"{where}: device {short(name)} does not state its memory; write it as 'RTX 3090 24 GiB'")
-    flops = moved = 0.0
-    for block in blocks:
-        shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
-        done = sum(shape.matmul_flops(block.kind, block.tp, block.samples))
-        touched = 2 * shape.kept_bytes(block.kind, block.tp, block.samples)
-        flops, moved = max(flops, done / block.times.forward), max(moved, touched / block.times.forward)
-    from oases.simulator.cluster import shipped_device  # imported here: cluster imports this module
-
-    known = shipped_device(name)
-    return Device(
-        name, int(memory[1]) * _GIB, {dtype: flops}, known.bytes_per_second if known else moved,
-        known.launch_seconds if known else 0.0,
-    )  # fmt: skip
-
-
 def read_hardware(path_or_text: str | Path) -> Hardware:
-    """Read a hardware profile, given by its path or as text. Raises UsageError with the field and the remedy.
-
-    Files of published block times in milliseconds (see `from_published`) are converted.
-    """
+    """Read a hardware profile, given by its path or as text. Raises UsageError with the field and the remedy."""
     text, where = _text_of(path_or_text)
     data = parse_json(text, where, _REMEDY)
-    if is_published(data):
-        hardware = from_published(data, where)
-        require_distinct(hardware, where)
-        return hardware
+    if isinstance(data, dict) and "format" not in data and "rows" in data:
+        raise UsageError(
+            f"{where} is a table of published block times; convert it with: python "
+            "benchmarks/papers/oases_objective.py --table FILE --profile-to FILE, in the source tree of oases"
+        )
     return hardware_of(data, where)
 
 

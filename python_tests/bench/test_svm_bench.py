@@ -10,8 +10,8 @@ pytest.importorskip("sklearn")
 
 from oases import cli
 from oases.errors import UsageError
-from oases_bench.svm import DESIGNS, SvmBenchConfig, run_svm_bench
-from oases_bench.svm_fits import contestants, recovered, reweighted, synthetic
+from oases_bench.svm import SvmBenchConfig, run_svm_bench
+from oases_bench.svm_fits import DESIGNS, contestants, recovered, reweighted, synthetic
 from oases_svm.penalties import Penalty
 
 

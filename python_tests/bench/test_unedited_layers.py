@@ -36,9 +36,7 @@ SMALL = OverlapBenchConfig(sequence=8, batch=4, iterations=2, schedules="sync,oa
 def config_of(folder, data, given=(), **options):
     path = folder / "config.json"
     path.write_text(json.dumps(data))
-    config = of_model(replace(SMALL, model=str(path), **options), given, 2)
-    config.check(2)
-    return config
+    return replace(SMALL, model=str(path), **options).prepared(Ranks(2, given=frozenset(given)))
 
 
 def run(config):

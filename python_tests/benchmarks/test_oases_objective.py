@@ -1,14 +1,17 @@
 """The published objective: against its formulas written out, and on the published times of RTX 3090."""
 
+import json
 from itertools import groupby
 
 import pytest
 
-from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, main, objective
+from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, from_published, main, objective
 from oases.errors import UsageError
 from oases.planner.milp import InfeasibleError
 from oases.plans.plan import read_plan
 from oases.plans.shape import KINDS, ModelShape
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware_file import read_hardware
 
 SMALL = PublishedTimes(
     forward={("attention", 1): 4.0, ("mlp", 1): 6.0, ("attention", 2): 2.0, ("mlp", 2): 3.0},
@@ -133,3 +136,77 @@ def test_the_script_writes_its_plan(capsys, tmp_path):
             main([*GIVEN, *more])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+# --- tables of published times ---
+
+ROW = {
+    "hidden": 128, "tp": 2, "batch": 1, "attention_forward_ms": 2.0, "attention_backward_ms": 4.0,
+    "mlp_forward_ms": 1.0, "mlp_backward_ms": 3.0, "all_reduce_ms": 1.0, "runtime_memory_mib": 10.0,
+}  # fmt: skip
+
+
+def published(**changes):
+    rows = [
+        ROW,
+        ROW | {"batch": 2, "mlp_forward_ms": 1.9, "all_reduce_ms": 2.0},
+        ROW | {"batch": 4, "mlp_forward_ms": None, "all_reduce_ms": None},
+        ROW | {"tp": 1, "all_reduce_ms": 1.2},
+    ]
+    return {
+        "sequence": 256, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
+        "rows": rows,
+    } | changes  # fmt: skip
+
+
+def test_published_times_are_converted(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(published()))
+    main(["--table", str(path), "--profile-to", str(tmp_path / "profile.json")])
+    hardware = read_hardware(tmp_path / "profile.json")
+    assert hardware == from_published(published(), "table")
+    assert hardware.ranks_per_node == 4
+    assert hardware.device.memory_bytes == 24 << 30
+    assert len(hardware.blocks) == 7, "what did not fit is left out"
+    first = hardware.blocks[0]
+    assert (first.kind, first.heads, first.sequence, first.samples) == ("attention", 2, 256, 1)
+    assert first.times == BlockTimes(0.002, 0.002, 0, 0.002, 0.002, 0, 0.004, 0)
+    sample = hardware.cluster.samples[0]
+    assert (sample.collective, sample.ranks, sample.bytes) == ("all_reduce", 32, 256 * 128 * 4)
+    assert sample.seconds == pytest.approx(0.0011), "between 1.0 and 1.2 ms"
+    model = ["--hidden", "128", "--heads", "2", "--layers", "2", "--sequence", "256"]
+    main([*model, "--table", str(path), "--world", "4", "--global-batch", "4", "--degrees", "2"])
+    assert "by the published objective" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": []}, "at least one row"),
+        ({"rows": 3}, "at least one row"),
+        ({"rows": [3]}, r"rows\[0\] must be an object"),
+        ({"rows": [ROW | {"mlp_forward_ms": "3"}]}, r"rows\[0\]: mlp_forward_ms .* milliseconds"),
+        ({"rows": [{"hidden": 128, "tp": 1, "batch": 1}]}, "'attention_forward_ms' is missing"),
+        ({"rows": [ROW | {"all_reduce_ms": None}]}, "nothing can be planned"),
+        ({"rows": [ROW, ROW]}, "two attention blocks"),
+        ({"rows": [ROW | {"hidden": 200}]}, "hidden 200 does not divide by 3 heads"),
+        ({"dtype": []}, "dtype"),
+        ({"device": "RTX 3090"}, "does not state its memory"),
+        ({"gpus": 1}, "gpus must be at least 2"),
+        ({"sequence": None}, "sequence must be a whole number"),
+    ],
+)
+def test_published_mistakes(changes, message):
+    with pytest.raises(UsageError, match=message):
+        from_published(published(**changes), "table")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden", 10**400), ("mlp_forward_ms", 10**400), ("mlp_forward_ms", 1e-320)]
+)
+def test_published_values_beyond_reason_are_named(name, value):
+    times = {f"{kind}_{way}_ms": 1.0 for kind in ("attention", "mlp") for way in ("forward", "backward")}
+    row = {"hidden": 64, "tp": 1, "batch": 1, **times, "all_reduce_ms": 1.0, name: value}
+    head = {"sequence": 8, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 2, "gpus_per_server": 2}
+    with pytest.raises(UsageError, match=rf"rows\[0\]: {name} must be"):
+        from_published({**head, "rows": [row]}, "table")

@@ -181,39 +181,24 @@ def test_few_devices_choose_the_best_of_all_methods(devices):
 @pytest.mark.parametrize("seed", range(3))
 def test_near_the_optimum(costs, seed):
     counts = counts_of(4, 4, seed, 0.3, tokens=1024)
-    best = plan(counts, costs, method="optimum")
-    assert best.predicted_seconds == pytest.approx(seconds_by_hand(counts, best, costs), rel=1e-9)
+    best = bound(counts, costs, 4, seconds=60.0, whole=True)
+    assert best.solved
     found = plan(counts, costs).predicted_seconds
-    assert (1 - 2e-3) * best.predicted_seconds <= found <= 1.03 * best.predicted_seconds
+    assert (1 - 2e-3) * best.seconds <= found <= 1.03 * best.seconds
 
 
 @pytest.mark.long
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"scheduled": False}, marks=pytest.mark.slow),
-        {"transfer": "mean"},
-        pytest.param({"latency": 1e-3}, marks=pytest.mark.slow),
-        {"handling_seconds": 3e-4, "fixed_seconds": 1e-3},
-        pytest.param({"both_ways": 1.5e10}, marks=pytest.mark.slow),
-    ],
-)
-def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
-    costs = Costs(**{**vars(FAST), **options})
+def test_every_placement_of_a_small_case_is_at_least_the_optimum():
     counts = counts_of(3, 3, 2, 0.2, tokens=300)
-    best = plan(counts, costs, method="optimum").predicted_seconds
     least = min(
-        make_placement("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
+        make_placement("", counts, FAST, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
         for copies in itertools.product(*([[], [a], [b], [a, b]] for a, b in ((1, 2), (0, 2), (0, 1))))
         for routes in itertools.product(*([e, *copies[e]] for e in range(3) for _ in range(3)))
     )
-    assert best == pytest.approx(least, rel=2e-3)
-    lowest = bound(counts, costs, 3, seconds=30.0)
+    lowest = bound(counts, FAST, 3, seconds=30.0)
     assert lowest.solved
     assert lowest.seconds <= least * (1 + 1e-6)
-    assert bound(counts, costs, 3, seconds=30.0, whole=True).seconds == pytest.approx(least, rel=2e-3)
+    assert bound(counts, FAST, 3, seconds=30.0, whole=True).seconds == pytest.approx(least, rel=2e-3)
 
 
 def test_nothing_below_the_bound_is_said_so():
@@ -222,7 +207,7 @@ def test_nothing_below_the_bound_is_said_so():
     lowest = bound(even, SLOW, 4, seconds=30.0, below=none)
     assert lowest.solved
     assert lowest.seconds == pytest.approx(none, rel=2e-3)
-    with pytest.raises(UsageError, match="uniform devices"):
+    with pytest.raises(UsageError, match="devices of one node"):
         bound(even, Costs(**{**vars(SLOW), "devices_per_node": 2}), 4, seconds=1.0)
 
 
@@ -267,7 +252,7 @@ def test_a_budget_for_less_than_a_copy_places_none():
         assert plan(counts, FAST, method=method, memory_budget=FAST.expert_bytes - 1).moved == ()
 
 
-@pytest.mark.parametrize("method", [*METHODS, "optimum"])
+@pytest.mark.parametrize("method", METHODS)
 def test_one_device_and_one_expert_each(method):
     assert plan([[5], [7]], FAST, method=method).device_loads.tolist() == [12]
     assert plan([[5, 1], [7, 2]], FAST, method=method).device_loads.sum() == 15
@@ -300,8 +285,6 @@ def test_bad_options():
         Costs(token_seconds=1, token_bytes=1, expert_bytes=1, bandwidth=0)
     with pytest.raises(UsageError, match="8 devices do not divide into nodes of 3"):
         plan(counts_of(8, 8, 0), Costs(**{**vars(FAST), "devices_per_node": 3}))
-    with pytest.raises(UsageError, match="takes too long"):
-        plan(counts_of(16, 16, 0), FAST, method="optimum")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from oases.planner.block_chain import StackTimings
 from oases.planner.choose import neighbours
 from oases.planner.search import SettingSearch
 from oases.planner.space import BEST_PIPELINES, Setting, settings
+from oases.plans.balance import balanced_starts
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 
@@ -30,6 +31,21 @@ def drawn(rng):
         layer, layer * rng.uniform(1, 1.4), rng.choice([0, rng.uniform(0, 3)]), rng.uniform(2, 8),
         rng.uniform(0.1, 2), rng.uniform(0, 5), rng.uniform(5, 40),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_run_of_costs_is_least(seed):
+    draw = random.Random(seed)
+    costs = [draw.choice((0, 0, 1, 2, 3, 10)) * draw.random() for _ in range(draw.randint(1, 9))]
+    for count in range(1, len(costs) + 1):
+        starts = balanced_starts(costs, count)
+        assert len(starts) == count - 1
+        assert all(a < b for a, b in itertools.pairwise([0, *starts, len(costs)]))
+        best = min(
+            max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *some, len(costs)]))
+            for some in itertools.combinations(range(1, len(costs)), count - 1)
+        )
+        assert max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *starts, len(costs)])) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(60))

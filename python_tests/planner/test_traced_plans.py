@@ -9,6 +9,7 @@ import pytest
 import torch
 from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
+from benchmarks.sweep import Problem
 from oases.autotp.preconditions import require_runnable
 from oases.core.schedule import generate
 from oases.core.schedule.pipeline import chunks_of
@@ -17,7 +18,6 @@ from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
 from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.space import Setting
-from oases.planner.sweep import Problem
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape

@@ -163,63 +163,9 @@ def test_text_that_is_none(tmp_path):
         read_hardware(path)
 
 
-# --- published times ---
-
-ROW = {
-    "hidden": 128, "tp": 2, "batch": 1, "attention_forward_ms": 2.0, "attention_backward_ms": 4.0,
-    "mlp_forward_ms": 1.0, "mlp_backward_ms": 3.0, "all_reduce_ms": 1.0, "runtime_memory_mib": 10.0,
-}  # fmt: skip
-
-
-def published(**changes):
-    rows = [
-        ROW,
-        ROW | {"batch": 2, "mlp_forward_ms": 1.9, "all_reduce_ms": 2.0},
-        ROW | {"batch": 4, "mlp_forward_ms": None, "all_reduce_ms": None},
-        ROW | {"tp": 1, "all_reduce_ms": 1.2},
-    ]
-    return {
-        "sequence": 256, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
-        "rows": rows,
-    } | changes  # fmt: skip
-
-
-def test_published_times_are_converted(tmp_path):
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(published()))
-    hardware = read_hardware(path)
-    assert hardware.ranks_per_node == 4
-    assert hardware.device.memory_bytes == 24 << 30
-    assert len(hardware.blocks) == 7, "what did not fit is left out"
-    first = hardware.blocks[0]
-    assert (first.kind, first.heads, first.sequence, first.samples) == ("attention", 2, 256, 1)
-    assert first.times == BlockTimes(0.002, 0.002, 0, 0.002, 0.002, 0, 0.004, 0)
-    sample = hardware.cluster.samples[0]
-    assert (sample.collective, sample.ranks, sample.bytes) == ("all_reduce", 32, 256 * 128 * 4)
-    assert sample.seconds == pytest.approx(0.0011), "between 1.0 and 1.2 ms"
-    assert read_hardware(to_json(hardware)) == hardware
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": []}, "at least one row"),
-        ({"rows": 3}, "at least one row"),
-        ({"rows": [3]}, r"rows\[0\] must be an object"),
-        ({"rows": [ROW | {"mlp_forward_ms": "3"}]}, r"rows\[0\]: mlp_forward_ms .* milliseconds"),
-        ({"rows": [{"hidden": 128, "tp": 1, "batch": 1}]}, "'attention_forward_ms' is missing"),
-        ({"rows": [ROW | {"all_reduce_ms": None}]}, "nothing can be planned"),
-        ({"rows": [ROW, ROW]}, "two attention blocks"),
-        ({"rows": [ROW | {"hidden": 200}]}, "hidden 200 in 3 heads over tp"),
-        ({"dtype": []}, "dtype"),
-        ({"device": "RTX 3090"}, "does not state its memory"),
-        ({"gpus": 1}, "gpus must be at least 2"),
-        ({"sequence": None}, "sequence must be a whole number"),
-    ],
-)
-def test_published_mistakes(changes, message):
-    with pytest.raises(UsageError, match=message):
-        read_hardware(json.dumps(published(**changes)))
+def test_a_table_of_published_times_is_refused_with_what_converts_it():
+    with pytest.raises(UsageError, match="--table FILE --profile-to FILE"):
+        read_hardware('{"sequence": 256, "rows": []}')
 
 
 # --- clusters by name ---
@@ -265,14 +211,3 @@ def test_what_is_nested_too_deep_or_too_large_is_named():
     body["device"]["memory_bytes"] = 10**400
     with pytest.raises(UsageError, match="memory_bytes must be below 2"):
         read_hardware(json.dumps(body))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("hidden", 10**400), ("mlp_forward_ms", 10**400), ("mlp_forward_ms", 1e-320)]
-)
-def test_published_values_beyond_reason_are_named(name, value):
-    times = {f"{kind}_{way}_ms": 1.0 for kind in ("attention", "mlp") for way in ("forward", "backward")}
-    row = {"hidden": 64, "tp": 1, "batch": 1, **times, "all_reduce_ms": 1.0, name: value}
-    head = {"sequence": 8, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 2, "gpus_per_server": 2}
-    with pytest.raises(UsageError, match=rf"rows\[0\]: {name} must be"):
-        read_hardware(json.dumps({**head, "rows": [row]}))

@@ -10,7 +10,7 @@ from torch import nn
 
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.errors import UsageError
-from oases.graph.stages import balanced
+from oases.plans.balance import balanced_starts
 
 _SMALL = 1e-3
 """Share of a layer's mean cost that every layer has, so that layers without matmuls are spread evenly."""
@@ -103,7 +103,7 @@ def balanced_counts(costs: Sequence[float], parts: int, kind: str) -> list[int]:
             "stages (pp), with pipeline='interleaved' or 'zb_v' half as many"
         )
     least = _SMALL * (sum(costs) / len(costs) or 1.0)
-    starts = [0, *balanced([cost + least for cost in costs], parts), len(costs)]
+    starts = [0, *balanced_starts([cost + least for cost in costs], parts), len(costs)]
     return [end - start for start, end in pairwise(starts)]
 
 

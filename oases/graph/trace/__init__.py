@@ -142,17 +142,11 @@ class _Reader:
                 self._weights[each] = target
             elif each.op == "placeholder" and isinstance(each.meta.get("val"), torch.Tensor):
                 value = each.meta["val"]
-                inputs.append(Input(each.name, tuple(value.shape), _dtype(value)))
+                inputs.append(Input(each.name, tuple(value.shape), _num_bytes(value)))
                 self._read[each] = each.name
                 self._names.add(each.name)
         self._walk(self._exported.graph_module)
-        wanted = [spec.arg.name for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"]
-        by_name = {each.name: each for each in graph.nodes}
-        found = [self._read[by_name[name]] for name in wanted if self._read.get(by_name.get(name))]
-        return LayerGraph(
-            self._name, tuple(self._nodes), tuple(inputs), tuple(dict.fromkeys(found)),
-            tuple(self._parameters.values()),
-        )  # fmt: skip
+        return LayerGraph(self._name, tuple(self._nodes), tuple(inputs), tuple(self._parameters.values()))
 
     def _walk(self, module: Any) -> list[Any]:
         """Read the nodes of a graph module. Returns its results."""
@@ -206,7 +200,8 @@ class _Reader:
                 name=name, op=_op(each.target), module=path,
                 inputs=tuple(dict.fromkeys(self._read[n] for n in reads if n in self._read)),
                 parameters=tuple(dict.fromkeys(self._called(n, path) for n in reads if n in self._weights)),
-                shapes=tuple(tuple(value.shape) for value in outputs), dtypes=tuple(map(_dtype, outputs)),
+                shapes=tuple(tuple(value.shape) for value in outputs), num_bytes=sum(map(_num_bytes, outputs)),
+                floating=any(value.is_floating_point() for value in outputs),
                 flops=self._flops.of(each), bytes_out=_written(each, outputs),
             )
         )  # fmt: skip
@@ -226,7 +221,7 @@ def _written(each: Any, outputs: list[torch.Tensor]) -> int:
         return 0
     held = {_memory(value) for node in each.all_input_nodes for value in _tensors(node.meta.get("val"))}
     own = (value for value in outputs if schema.is_mutable or _memory(value) not in held)
-    return sum(value.numel() * value.element_size() for value in own)
+    return sum(map(_num_bytes, own))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -238,12 +233,11 @@ def _memory(value: torch.Tensor) -> int:
 
 
 def _parameter(name: str, value: torch.Tensor, identity: int, *, buffer: bool) -> Parameter:
-    size = value.numel() * value.element_size()
-    return Parameter(name, tuple(value.shape), _dtype(value), size, identity, buffer)
+    return Parameter(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), identity, buffer)
 
 
-def _dtype(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
+def _num_bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
 
 
 def _op(target: Any) -> str:

@@ -12,9 +12,10 @@ from torch import nn
 
 from oases.errors import UsageError
 from oases.files import read_json
-from oases.graph.layer_graph import LARGEST_FILE
 from oases.limits import MOST_LAYERS
 
+LARGEST_FILE = 2**26
+"""Maximum size of a configuration file in bytes."""
 _HEADS = (
     "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
     "AutoModelForSpeechSeq2Seq", "AutoModelForPreTraining", "AutoModelForSequenceClassification",

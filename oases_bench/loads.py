@@ -1,4 +1,4 @@
-"""Replay of a recorded trace of expert loads under several placement methods.
+"""Benchmark `loads`: replay of a recorded trace of expert loads under several placement methods.
 
 As in training, a step is placed from the loads of earlier steps only. Times of expert compute and communication are
 modelled; nothing is executed.
@@ -7,22 +7,24 @@ modelled; nothing is executed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import RenderableType
 
 from oases.errors import UsageError
-from oases.limits import flag_of
 from oases.models.options import option
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
 from oases.moe.placement import Integers, make_placement, owner_only
 from oases.moe.traces import replay
 from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
+from oases.terminal import table
 from oases.testbed.link import link_bytes_per_second
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result
 
 METHODS = ("none", "faster_moe", "eplb", "prophet")
 
@@ -59,9 +61,11 @@ _SAVED = "Modelled time saved per step in all layers, against no replicas."
 
 
 @dataclass(frozen=True)
-class LoadsConfig:
-    """Model sizes and link of the cluster that loads are replayed on."""
+class LoadsConfig(BenchConfig):
+    """A trace, and the model sizes and link of the cluster that it is replayed on."""
 
+    trace: str = option("", "trace file of oases train --record-loads", metavar="FILE")
+    html: str | None = option(None, "write a page with loads, balance, replicas and time saved", metavar="FILE")
     methods: str = option(
         ",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(PLACEMENT_METHODS)}"
     )
@@ -88,19 +92,18 @@ class LoadsConfig:
     @property
     def names(self) -> list[str]:
         """Placements to replay, always with `none` as the baseline. UsageError for an unknown name."""
-        found = [name.strip() for name in self.methods.split(",")]
-        for name in found:
-            if name not in PLACEMENT_METHODS:
-                raise UsageError(f"--methods {name!r} is unknown; known are {', '.join(PLACEMENT_METHODS)}")
-        return list(dict.fromkeys(["none", *found]))
+        return list(dict.fromkeys(["none", *self.parse_list("methods", PLACEMENT_METHODS)]))
 
-    def check(self) -> None:
-        """Raise UsageError for an invalid option."""
-        for name, least in (("hidden", 1), ("expert_hidden", 0), ("expert_memory", -1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(self, name)}")
+    def prepared(self, ranks: Ranks) -> LoadsConfig:
+        """UsageError for an invalid option, or without a trace."""
+        if not self.trace:
+            raise UsageError("which loads? Give --trace FILE, of oases train --record-loads FILE")
+        self.require_least(1, "hidden")
+        self.require_least(0, "expert_hidden")
+        self.require_least(-1, "expert_memory")
         assert self.costs
         assert self.names
+        return self
 
 
 def rb(before: float, after: float) -> float:
@@ -175,22 +178,33 @@ def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig,
     return found
 
 
-def compare_placements(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
-    """Replay a trace under every placement; results by placement, and the trace's sizes."""
-    config.check()
-    loads = read_loads(path)
+def run_loads(config: LoadsConfig, shows: bool = False) -> Result:
+    """Replay the trace under every placement; results by placement, and the trace's sizes."""
+    loads = read_loads(config.trace)
     experts, devices = next(iter(next(iter(loads.values())).values())).shape
     rows = {name: replay_placement(loads, config, name).row() for name in config.names}
     for row in rows.values():
         seconds = row["modelled_seconds"]
         row["speedup"] = rows["none"]["modelled_seconds"] / seconds if seconds else 1.0
     return {
-        "trace": str(path), "steps": len(loads), "layers": len(next(iter(loads.values()))), "experts": experts,
+        "trace": config.trace, "steps": len(loads), "layers": len(next(iter(loads.values()))), "experts": experts,
         "devices": devices, "config": asdict(config), "methods": rows,
     }  # fmt: skip
 
 
-def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+def shown(result: Result) -> Iterator[RenderableType]:
+    """A line of sizes and a row per placement; writes the page of --html."""
+    yield (
+        f"{result['steps']} steps of {result['layers']} layers: {result['experts']} experts on {result['devices']} "
+        "ranks; seconds are modelled, mean over steps"
+    )
+    yield table(HEADER, table_rows(result))
+    if result["config"]["html"] is not None:
+        write_loads(Path(result["config"]["html"]), result)
+        yield f"written to {result['config']['html']}"
+
+
+def table_rows(result: Result) -> list[tuple[str, ...]]:
     """Table rows, one per placement, with the columns of HEADER."""
     return [
         (
@@ -201,8 +215,8 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def write_loads(path: Path, result: dict[str, Any]) -> None:
-    """Write a self-contained HTML page of the trace and its placements; result: of `compare_placements`."""
+def write_loads(path: Path, result: Result) -> None:
+    """Write a self-contained HTML page of the trace and its placements; result: of `run_loads`."""
     loads, rows = read_loads(result["trace"]), result["methods"]
     steps, layers = list(loads), list(next(iter(loads.values())))
 
@@ -240,3 +254,9 @@ def write_loads(path: Path, result: dict[str, Any]) -> None:
         rows=table_rows(result),
         sections=sections,
     )
+
+
+BENCHMARK = Benchmark(
+    "loads", "compare expert placements on the token loads of oases train --record-loads", LoadsConfig(), run_loads,
+    shown, size=None,
+)  # fmt: skip

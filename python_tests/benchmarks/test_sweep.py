@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from plotly.offline import get_plotlyjs
 
-from oases import cli
+from benchmarks import sweep as sweeps
+from benchmarks.sweep import Problem, faster, main, sweep
 from oases.planner import choose
-from oases.planner import sweep as sweeps
 from oases.planner.space import Space
-from oases.planner.sweep import Problem, faster, sweep
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.links import Sample
@@ -72,8 +71,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweeps, "SIZES", (1.0, 2.0))
     folder = tmp_path / "new"
     sizes = "--hidden 256 --heads 4 --layers 2 --sequence 128 --vocabulary 512".split()  # noqa: SIM905
-    given = ["plan", *sizes, "--cluster", "2x3090", "--global-batch", "8", "--no-zero"]
-    cli.main([*given, "--sweep", str(folder)])
+    given = [*sizes, "--cluster", "2x3090", "--global-batch", "8", "--no-zero"]
+    main([*given, "--out", str(folder)])
     data = json.loads((folder / "sweep.json").read_text())
     assert [panel["name"] for panel in data["panels"]] == ["link_speed", "degree", "size"]
     assert all(math.isfinite(point["step_seconds"]) for point in data["panels"][0]["points"]["oases"])
@@ -82,12 +81,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "http" not in page.replace(get_plotlyjs(), ""), "the page must open without a network"
     (tmp_path / "file").touch()
     for more, message in (
-        (["--sweep", str(tmp_path / "file")], "a file is in the way"),
-        (["--sweep", str(folder), "--explain"], "leave out --explain"),
-        (["--sweep", str(folder), "--memory", "1MiB"], "no plan fits"),
-        (["--sweep", "/dev/null/there"], "/dev/null/there"),
+        (["--out", str(tmp_path / "file")], "a file is in the way"),
+        (["--out", str(folder), "--memory", "1MiB"], "no plan fits"),
+        (["--out", "/dev/null/there"], "/dev/null/there"),
+        (["--out", ""], "--out '' is empty"),
     ):
         with pytest.raises(SystemExit) as caught:
-            cli.main([*given, *more])
+            main([*given, *more])
         assert caught.value.code == 2
         assert message in capsys.readouterr().err

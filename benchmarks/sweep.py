@@ -1,4 +1,9 @@
-"""Step time against link speed, tensor-parallel degree and model size: synchronous, overlapped and planned."""
+"""Step time against link speed, tensor-parallel degree and model size: synchronous, overlapped and planned.
+
+All steps are predicted. Takes the options of oases plan:
+
+    python benchmarks/sweep.py --model gpt-1.3b --cluster 8x3090 --global-batch 32 --out curves
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oases.errors import UsageError
+from oases.cli.options import Parser, fail, require_writable, write_json
+from oases.cli.plan import space_of
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.errors import UsageError, make_folder
 from oases.files import unwritable
 from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.space import Space, degrees_to_try
+from oases.plans.check import require_trainable
 from oases.plans.layered import Model
 from oases.plans.plan import Plan
 from oases.simulator.drawing import Section, write_page
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
 from oases.simulator.quantities import seconds_text
+from oases.terminal import console, working
 
 SPEEDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Factors by which the speed of all links is scaled."""
@@ -268,3 +278,42 @@ def _wrapped(text: str, width: int = 70) -> str:
             lines.append("")
         lines[-1] += f"{word} "
     return "<br>".join(lines)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Write the figures and numbers of a sweep to the folder of --out."""
+    parser = Parser(prog="python benchmarks/sweep.py", description="Step time against links, degree and size.")
+    for add in (add_model, add_cluster, add_limits):
+        add(parser)
+    parser.add_argument("--out", metavar="DIR", default="sweep", help="folder for figures and JSON (default: sweep)")
+    options = parser.parse_args(given)
+    try:
+        (hardware, world), batch = cluster_of(options), batch_of(options)
+        model = model_of(options)  # last: it may be traced
+        require_trainable(model)
+        write_sweep(options.out, Problem(model, hardware, world, batch, options.memory, space_of(options)))
+    except UsageError as error:
+        fail(str(error))
+
+
+def write_sweep(out: str, problem: Problem) -> None:
+    """Sweep, and write sweep.png, sweep.html and sweep.json to a folder. UsageError if nothing fits anywhere."""
+    folder = make_folder(out, "--out")
+    paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}
+    for path in paths.values():
+        require_writable("--out", str(path))
+    with working("planning the sweep, point") as update:
+        panels = sweep(problem, update)
+    if all(point.step_seconds is None for panel in panels for each in panel.points.values() for point in each):
+        raise UsageError(panels[0].points["planner"][0].plan)
+    title = (
+        f"{problem.model.name} on {problem.world} x {problem.hardware.name}, {problem.global_batch} samples a step"
+    )
+    write_png(paths["png"], f"{title}: predicted", panels)
+    write_curves(paths["html"], title, "Predicted, not measured.", panels)
+    write_json(str(paths["json"]), as_data(problem, panels))
+    console.print("written to " + ", ".join(map(str, paths.values())), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

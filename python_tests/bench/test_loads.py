@@ -1,6 +1,7 @@
 """A trace of loads, looked at: placements replayed over it step by step, a table, a page."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from oases.cli import main
 from oases.errors import UsageError
 from oases.moe.placement import make_placement, plan
 from oases.moe.traces import Recorder, generate
-from oases_train.load_replay import LoadsConfig, compare_placements, read_loads, replay_placement
+from oases_bench.harness import Ranks
+from oases_bench.loads import LoadsConfig, read_loads, replay_placement, run_loads
 
 CONFIG = LoadsConfig(hidden=64, token_us=50.0)
 
@@ -42,7 +44,7 @@ def test_a_step_is_computed_with_what_was_planned_before_it(trace):
 
 
 def test_placements_are_compared(trace):
-    result = compare_placements(trace, CONFIG)
+    result = run_loads(replace(CONFIG, trace=str(trace)))
     assert (result["steps"], result["layers"], result["experts"], result["devices"]) == (12, 2, 8, 4)
     rows = result["methods"]
     assert list(rows) == ["none", "faster_moe", "eplb", "prophet"]
@@ -51,16 +53,14 @@ def test_placements_are_compared(trace):
     assert rows["prophet"]["rb"] > 1
     assert rows["prophet"]["speedup"] > 1
     assert len(rows["prophet"]["over_time"]["seconds"]) == 12
-    kept = compare_placements(trace, LoadsConfig(hidden=64, token_us=50.0, methods="prophet", expert_memory=0))[
-        "methods"
-    ]
+    kept = run_loads(replace(CONFIG, trace=str(trace), methods="prophet", expert_memory=0))["methods"]
     assert list(kept) == ["none", "prophet"]
     assert kept["prophet"]["copies"] == 0
 
 
 def test_the_command_prints_draws_and_writes(trace, tmp_path, capsys):
     page, found = tmp_path / "loads.html", tmp_path / "loads.json"
-    main(["loads", str(trace), "--hidden", "64", "--html", str(page), "--json", str(found)])
+    main(["bench", "loads", "--trace", str(trace), "--hidden", "64", "--html", str(page), "--json", str(found)])
     printed = capsys.readouterr().out
     assert "12 steps of 2 layers: 8 experts on 4 ranks" in printed
     assert "prophet" in printed
@@ -87,6 +87,7 @@ def test_a_last_step_that_was_cut_off_is_left_out(trace, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        ({"trace": ""}, "Give --trace FILE"),
         ({"methods": "none,best"}, "--methods 'best' is unknown"),
         ({"hidden": 0}, "--hidden must be at least 1"),
         ({"link": "fast"}, "unknown link rate 'fast'"),
@@ -94,6 +95,6 @@ def test_a_last_step_that_was_cut_off_is_left_out(trace, tmp_path):
         ({"token_us": -1.0}, "token_seconds must be at least 0"),
     ],
 )
-def test_what_cannot_be_is_named(trace, changes, told):
+def test_what_cannot_be_is_named(changes, told):
     with pytest.raises(UsageError, match=told):
-        compare_placements(trace, LoadsConfig(**changes))
+        LoadsConfig(**{"trace": "loads", **changes}).prepared(Ranks(1))
