@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from oases.core.dtypes import CODES
+from oases.core.dtypes import QUANTISED
 from oases.errors import UsageError
 from oases.limits import short
 from oases.plans.shape import ELEMENT_BYTES, KINDS
@@ -21,6 +21,8 @@ from oases.simulator.program import Contention
 FORMAT = "oases hardware"
 VERSION = 1
 _HOUR = 3600.0
+_FORMER_CODES = ("fp8", "int4")
+"""Communication dtypes whose rates older profiles hold."""
 
 Check = Callable[[Any, str], Any]
 """Check of a value: returns it, or raises UsageError. The text names the field in the file."""
@@ -143,14 +145,16 @@ def _flops(value: Any, where: str) -> dict[str, float]:
     return {_DTYPE(name, f"{where}: a dtype"): rate(number, f"{where}: {name}") for name, number in value.items()}
 
 
-def _packing(value: Any, where: str) -> dict[str, float]:
+def _packing(value: Any, where: str) -> float:
+    """The rate of int8, also in profiles that name rates of codes, of which others are no longer used; 0: unknown."""
     if not isinstance(value, Mapping):
-        raise UsageError(f"{where} must be an object from wire dtype to bytes per second, got {short(value)}")
-    code = _one_of(*CODES)
-    return {
+        return 0.0 if value == 0 else _BYTES_PER_SECOND(value, where)
+    code = _one_of(QUANTISED, *_FORMER_CODES)
+    rates = {
         code(name, f"{where}: a wire dtype"): _BYTES_PER_SECOND(each, f"{where}: {name}")
         for name, each in value.items()
     }
+    return rates.get(QUANTISED, 0.0)
 
 
 # --- objects ---
@@ -286,7 +290,7 @@ def _device(value: Any, where: str) -> Device:
         "bytes_per_second": _Field(_BYTES_PER_SECOND, _REQUIRED),
         "launch_seconds": _Field(_seconds(above_zero=False), 0.0),
         "update_seconds": _Field(_seconds(above_zero=False), 0.0),
-        "packing_bytes_per_second": _Field(_packing, {}),
+        "packing_bytes_per_second": _Field(_packing, 0.0),
     }
     return Device(**_object(value, where, known))
 

@@ -164,7 +164,7 @@ def to_json(hardware: Hardware) -> str:
     device = {item.name: getattr(hardware.device, item.name) for item in fields(Device)}
     head = {
         "format": FORMAT, "version": VERSION, "name": hardware.name, "about": hardware.about, "date": hardware.date,
-        "device": device | {name: dict(device[name]) for name in ("flops_per_second", "packing_bytes_per_second")},
+        "device": device | {"flops_per_second": dict(hardware.device.flops_per_second)},
         "ranks_per_node": hardware.ranks_per_node,
         "links": {"node": _link_out(hardware.node), "cluster": _link_out(hardware.cluster)},
     }  # fmt: skip
