@@ -21,8 +21,6 @@ from oases.simulator.program import Contention
 FORMAT = "oases hardware"
 VERSION = 1
 _HOUR = 3600.0
-_FORMER_CODES = ("fp8", "int4")
-"""Communication dtypes whose rates older profiles hold."""
 
 Check = Callable[[Any, str], Any]
 """Check of a value: returns it, or raises UsageError. The text names the field in the file."""
@@ -146,15 +144,12 @@ def _flops(value: Any, where: str) -> dict[str, float]:
 
 
 def _packing(value: Any, where: str) -> float:
-    """The rate of int8, also in profiles that name rates of codes, of which others are no longer used; 0: unknown."""
-    if not isinstance(value, Mapping):
-        return 0.0 if value == 0 else _BYTES_PER_SECOND(value, where)
-    code = _one_of(QUANTISED, *_FORMER_CODES)
-    rates = {
-        code(name, f"{where}: a wire dtype"): _BYTES_PER_SECOND(each, f"{where}: {name}")
-        for name, each in value.items()
-    }
-    return rates.get(QUANTISED, 0.0)
+    """Rate of quantising; 0: unknown. Older profiles hold one by code, of which only int8's is used."""
+    if isinstance(value, Mapping):
+        for name in value:
+            _one_of(QUANTISED, "fp8", "int4")(name, f"{where}: a wire dtype")
+        value = value.get(QUANTISED, 0)
+    return 0.0 if value == 0 else _BYTES_PER_SECOND(value, where)
 
 
 # --- objects ---
