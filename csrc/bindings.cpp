@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "nodes_backend.h"
 #include "pieces.h"
+#include "quantize_kernels.h"
 #include "quantized_backend.h"
 #include "scheduler.h"
 #include "sim_backend.h"
@@ -286,19 +287,13 @@ PYBIND11_MODULE(_C, module) {
   py::class_<QuantizedBackend, c10d::Backend, c10::intrusive_ptr<QuantizedBackend>>(
       module, "QuantizedBackend",
       "A backend that sends quantised numbers through others, which nothing else may use.")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&,
-                    c10::intrusive_ptr<c10d::Backend>>(),
-           py::arg("on_cpu"), py::arg("wire"), py::arg("on_device") = nullptr)
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>>(),
+           py::arg("on_cpu"), py::arg("on_device") = nullptr)
       .def_readonly_static("largest_error", &oases::LayerErrors::kLargest)
       .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
 
   module.attr("QUANTIZED_BLOCK") = oases::kQuantizedBlock;
-  module.def(
-      "quantized_bytes",
-      [](int64_t numel, const std::string& wire) {
-        return oases::packed_bytes(oases::quantization_called(wire).code, numel);
-      },
-      py::arg("numel"), py::arg("wire"), "Bytes of so many packed numbers.");
+  module.def("quantized_bytes", &oases::packed_bytes, py::arg("numel"), "Bytes of so many packed numbers.");
   py::class_<oases::StagedBackend, c10d::Backend, c10::intrusive_ptr<oases::StagedBackend>>(
       module, "StagedBackend", "A backend for the ranks of one machine, through shared memory.")
       .def_property_readonly("timeout", &oases::StagedBackend::timeout);

@@ -11,13 +11,12 @@
 namespace oases {
 
 // Of a collective of quantised numbers; read it after the wait. Equal on all ranks. relative_error: where it was sampled,
-// on an accelerator that of the sample before. exempt: sent in bf16. layer: of which the errors stayed too large, or "";
-// then: what is done about it.
+// on an accelerator that of the sample before. exempt: sent in bf16. layer: of which the errors stayed too large, so that
+// it is sent in bf16 from now on, or "".
 struct Judgement {
   std::optional<double> relative_error;
   bool exempt = false;
   std::string layer;
-  enum class Then { rotated, exempted } then = Then::rotated;
 };
 
 class LocalWork : public c10d::Work, public Judgement {

@@ -13,8 +13,7 @@ using namespace codes;
 constexpr int kLanes = 8, kEach = kN / kLanes, kBlocksPerWarp = kWarp / kLanes;
 constexpr int kBlocksPerLaunch = kThreads / kLanes;  // of numbers, for a block of threads
 
-template <Code code>
-constexpr int kWords = static_cast<int>(bytes_of_codes(code == Code::int4 ? Code::int8 : code)) / kLanes / 4;
+constexpr int kWords = kEach / 4;  // of codes, for a thread
 
 // Parts of a sum, packed: see cpu::quantize_sum.
 struct Parts {
@@ -101,26 +100,6 @@ __device__ void store_numbers(const float (&v)[kEach], int64_t n, const Share& s
     if (at + i < n) out[at + i] = v[i];
 }
 
-// In the order of the CPU: first over numbers 16 apart, of other threads, then over this thread's.
-__device__ void hadamard(float (&v)[kEach], int lane) {
-#pragma unroll
-  for (int half = 1; half < kLanes; half *= 2)
-#pragma unroll
-    for (float& x : v) {
-      const float other = __shfl_xor_sync(kAllLanes, x, half);
-      x = lane & half ? other - x : x + other;
-    }
-#pragma unroll
-  for (int half = 1; half < kEach; half *= 2)
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (!(i & half)) {
-        const float low = v[i], high = v[i + half];
-        v[i] = low + high;
-        v[i + half] = low - high;
-      }
-}
-
 // The largest size of a number in the block, as bits, for each of its threads.
 __device__ uint32_t largest_bits(const float (&v)[kEach]) {
   uint32_t most = 0;
@@ -131,196 +110,105 @@ __device__ uint32_t largest_bits(const float (&v)[kEach]) {
   return most;
 }
 
-// Where a thread's codes of a block are: of int4, a thread and the fourth after it have the halves of the same bytes.
-template <Code code>
-__device__ int64_t place_of(const Share& share) {
-  const int lane = code == Code::int4 ? share.lane % (kLanes / 2) : share.lane;
-  return share.block * bytes_of_codes(code) + lane * kWords<code> * 4;
-}
+// Where a thread's codes of a block are.
+__device__ int64_t place_of(const Share& share) { return share.block * kN + share.first(); }
 
-template <Code code, bool rotated, bool wide>
+template <bool wide>
 __device__ void decode(const uint8_t* packed, const Share& share, float (&v)[kEach]) {
-  uint32_t words[kWords<code>] = {};
+  uint32_t words[kWords] = {};
   float scale = 0.0f;
   if (share.exists()) {
-    load_words<wide>(packed + place_of<code>(share), words);
-    scale = reinterpret_cast<const float*>(packed + share.blocks * bytes_of_codes(code))[share.block];
+    load_words<wide>(packed + place_of(share), words);
+    scale = reinterpret_cast<const float*>(packed + share.blocks * kN)[share.block];
   }
-  const float factor = rotated ? 1.0f : scale;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if constexpr (code == Code::bf16) {
-      v[i] = from_bf16(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16));
-    } else {
-      const auto byte = static_cast<uint8_t>(words[i / 4] >> i % 4 * 8);
-      if constexpr (code == Code::int8) v[i] = times(static_cast<float>(static_cast<int8_t>(byte)), factor);
-      if constexpr (code == Code::fp8) v[i] = times(from_fp8(byte), factor);
-      if constexpr (code == Code::int4) {
-        const auto half = static_cast<uint8_t>(share.lane < kLanes / 2 ? byte << 4 : byte);
-        v[i] = times(static_cast<float>(static_cast<int8_t>(half) >> 4), factor);
-      }
-    }
-  }
-  if constexpr (rotated) {
-    hadamard(v, share.lane);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) v[i] = rotated_back(v[i], share.first() + i, scale);
-  }
+  for (int i = 0; i < kEach; ++i) v[i] = number_of(static_cast<uint8_t>(words[i / 4] >> i % 4 * 8), scale);
 }
 
-template <Code code, bool rotated, bool wide>
-__device__ void encode(float (&v)[kEach], bool stochastic, uint32_t index, uint32_t seed, const Share& share,
-                       uint8_t* packed) {
-  uint32_t words[kWords<code>] = {};
-  float scale = 1.0f;
-  if constexpr (code == Code::bf16) {
+template <bool wide>
+__device__ void encode(float (&v)[kEach], const Share& share, uint8_t* packed) {
+  const uint32_t most = largest_bits(v);
+  const bool finite = most < kInfinite;
+  float largest = finite ? float_of(most) : 0.0f;
+  const float lift = lift_of(largest);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      words[i / 2] |= static_cast<uint32_t>(to_bf16(v[i], stochastic, index + i, seed)) << i % 2 * 16;
-  } else {
-    const uint32_t most = largest_bits(v);
-    const bool finite = most < kInfinite;
-    float largest = finite ? float_of(most) : 0.0f;
-    const float lift = lift_of(largest, rotated);
+  for (float& x : v) x = finite ? x * lift : 0.0f;
+  largest *= lift;
+  float scale = scale_of(largest, 1.0f / lift);
+  const float up = to_codes(largest, scale, lift);
+  if (!finite) scale = float_of(kNan);
+  uint32_t words[kWords] = {};
 #pragma unroll
-    for (float& x : v) x = finite ? x * lift : 0.0f;
-    largest *= lift;
-    if constexpr (rotated) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) v[i] *= sign_of(share.first() + i);
-      hadamard(v, share.lane);
-      largest = float_of(largest_bits(v));
-    }
-    constexpr float before = rotated ? kBefore : 1.0f;
-    constexpr float limit = largest_code(code);
-    scale = scale_of(largest, 1.0f / (lift * before), limit);
-    const float up = to_codes(largest, scale, lift, before);
-    if (!finite) scale = float_of(kNan);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float offset = stochastic ? noise(index + i, seed) : 0.0f;
-      uint32_t byte;
-      if constexpr (code == Code::fp8)
-        byte = finite ? to_fp8(within(v[i] * up, limit), offset) : 0;
-      else
-        byte = static_cast<uint32_t>(finite ? to_whole(v[i], up, offset, static_cast<int32_t>(limit)) : 0);
-      words[i / 4] |= (byte & (code == Code::int4 ? 15u : 255u)) << i % 4 * 8;
-    }
-    if constexpr (code == Code::int4) {
-#pragma unroll
-      for (uint32_t& word : words) word |= __shfl_xor_sync(kAllLanes, word, kLanes / 2) << 4;
-    }
-  }
+  for (int i = 0; i < kEach; ++i)
+    words[i / 4] |= (static_cast<uint32_t>(finite ? code_of(v[i], up) : 0) & 255u) << i % 4 * 8;
   if (!share.exists()) return;
-  if (code != Code::int4 || share.lane < kLanes / 2) store_words<wide>(packed + place_of<code>(share), words);
-  if (share.lane == 0)
-    reinterpret_cast<float*>(packed + share.blocks * bytes_of_codes(code))[share.block] = scale;
+  store_words<wide>(packed + place_of(share), words);
+  if (share.lane == 0) reinterpret_cast<float*>(packed + share.blocks * kN)[share.block] = scale;
 }
 
-template <Code code, bool rotated, bool wide>
+template <bool wide>
 __device__ void sum_of_block(const float* x, const Parts& parts, int64_t n, const Share& share,
                              float (&v)[kEach]) {
   load_numbers<wide>(x, n, share, v);
   for (int64_t part = 0; part < parts.count; ++part) {
     if (part == parts.skip) continue;
     float other[kEach];
-    decode<code, rotated, wide>(parts.at + part * parts.stride, share, other);
+    decode<wide>(parts.at + part * parts.stride, share, other);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) v[i] += other[i];
   }
-  const int64_t here = n - share.block * kN - share.first();
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    if (i >= here) v[i] = 0.0f;  // of rotated parts, errors of rounding
 }
 
-template <Code code, bool rotated, bool wide>
+template <bool wide>
 __global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const float* x, Parts parts, int64_t n, int64_t first, bool stochastic, uint32_t seed,
-                    uint8_t* packed) {
+    quantize_kernel(const float* x, Parts parts, int64_t n, uint8_t* packed) {
   for_each_block(quantized_blocks(n), [&](const Share& share) {
     float v[kEach];
-    sum_of_block<code, rotated, wide>(x, parts, n, share, v);
-    const auto index = static_cast<uint32_t>(first + share.block * kN + share.first());
-    encode<code, rotated, wide>(v, stochastic, index, seed, share, packed);
+    sum_of_block<wide>(x, parts, n, share, v);
+    encode<wide>(v, share, packed);
   });
 }
 
-template <Code code, bool rotated, bool wide>
+template <bool wide>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const float* x, Parts parts, int64_t n, float* out) {
   for_each_block(quantized_blocks(n), [&](const Share& share) {
     float v[kEach];
-    sum_of_block<code, rotated, wide>(x, parts, n, share, v);
+    sum_of_block<wide>(x, parts, n, share, v);
     if (share.exists()) store_numbers<wide>(v, n, share, out);
   });
 }
 
-template <Code code, bool rotated, bool wide>
+template <bool wide>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const uint8_t* packed, int64_t n, float* out) {
   for_each_block(quantized_blocks(n), [&](const Share& share) {
     float v[kEach];
-    decode<code, rotated, wide>(packed, share, v);
+    decode<wide>(packed, share, v);
     if (share.exists()) store_numbers<wide>(v, n, share, out);
   });
-}
-
-template <Code of, bool turned, bool by_16>
-struct Kind {
-  static constexpr Code code = of;
-  static constexpr bool rotated = turned, wide = by_16;
-};
-
-template <Code code, typename F>
-void with_options(bool rotated, bool wide, F f) {
-  if constexpr (code != Code::bf16) {
-    if (rotated) return wide ? f(Kind<code, true, true>{}) : f(Kind<code, true, false>{});
-  }
-  return wide ? f(Kind<code, false, true>{}) : f(Kind<code, false, false>{});
-}
-
-// Calls f with a Kind.
-template <typename F>
-void with_kind(const Quantization& how, bool wide, F f) {
-  switch (how.code) {
-    case Code::int8:
-      return with_options<Code::int8>(how.rotated, wide, f);
-    case Code::fp8:
-      return with_options<Code::fp8>(how.rotated, wide, f);
-    case Code::int4:
-      return with_options<Code::int4>(how.rotated, wide, f);
-    case Code::bf16:
-      return with_options<Code::bf16>(how.rotated, wide, f);
-  }
 }
 
 unsigned grid_for(int64_t n) { return blocks_for(quantized_blocks(n), kBlocksPerLaunch); }
 
 }  // namespace
 
-void quantize_sum(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
-                  int64_t stride, int64_t n, int64_t first, uint8_t* packed, void* stream) {
-  with_kind(how, aligned({x, parts, packed}) && stride % 16 == 0, [&](auto kind) {
-    using K = decltype(kind);
-    launch("quantize_sum", quantize_kernel<K::code, K::rotated, K::wide>, grid_for(n), kThreads, 0, stream, x,
-           Parts{parts, count, skip, stride}, n, first, how.stochastic, folded(how.seed), packed);
-  });
+void quantize_sum(const float* x, const uint8_t* parts, int64_t count, int64_t skip, int64_t stride,
+                  int64_t n, uint8_t* packed, void* stream) {
+  const bool wide = aligned({x, parts, packed}) && stride % 16 == 0;
+  launch("quantize_sum", wide ? quantize_kernel<true> : quantize_kernel<false>, grid_for(n), kThreads, 0,
+         stream, x, Parts{parts, count, skip, stride}, n, packed);
 }
 
-void sum_parts(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
-               int64_t stride, int64_t n, float* out, void* stream) {
-  with_kind(how, aligned({x, parts, out}) && stride % 16 == 0, [&](auto kind) {
-    using K = decltype(kind);
-    launch("sum_parts", sum_kernel<K::code, K::rotated, K::wide>, grid_for(n), kThreads, 0, stream, x,
-           Parts{parts, count, skip, stride}, n, out);
-  });
+void sum_parts(const float* x, const uint8_t* parts, int64_t count, int64_t skip, int64_t stride, int64_t n,
+               float* out, void* stream) {
+  const bool wide = aligned({x, parts, out}) && stride % 16 == 0;
+  launch("sum_parts", wide ? sum_kernel<true> : sum_kernel<false>, grid_for(n), kThreads, 0, stream, x,
+         Parts{parts, count, skip, stride}, n, out);
 }
 
-void dequantize(const Quantization& how, const uint8_t* packed, int64_t n, float* out, void* stream) {
-  with_kind(how, aligned({packed, out}), [&](auto kind) {
-    using K = decltype(kind);
-    launch("dequantize", dequantize_kernel<K::code, K::rotated, K::wide>, grid_for(n), kThreads, 0, stream,
-           packed, n, out);
-  });
+void dequantize(const uint8_t* packed, int64_t n, float* out, void* stream) {
+  const bool wide = aligned({packed, out});
+  launch("dequantize", wide ? dequantize_kernel<true> : dequantize_kernel<false>, grid_for(n), kThreads, 0,
+         stream, packed, n, out);
 }
 
 }  // namespace oases::cuda

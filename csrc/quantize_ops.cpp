@@ -9,24 +9,14 @@ namespace {
 
 using at::Tensor;
 
-Quantization quantization(const char* op, const std::string& wire, int64_t seed) {
-  try {
-    Quantization how = quantization_called(wire);
-    how.seed = static_cast<uint64_t>(seed);
-    return how;
-  } catch (const std::out_of_range&) {
-    TORCH_CHECK_VALUE(false, op, ": unknown type of numbers '", wire, "'; give int8, fp8 or int4");
-  }
-}
-
 void check_floats(const char* op, const Tensor& x) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && x.is_contiguous(), op,
                     " of quantised numbers takes contiguous float32 tensors, got ", x.scalar_type(), " ",
                     x.sizes(), "; convert it");
 }
 
-void check_packed(const char* op, const Tensor& packed, const Tensor& x, Code code) {
-  const int64_t bytes = packed_bytes(code, x.numel());
+void check_packed(const char* op, const Tensor& packed, const Tensor& x) {
+  const int64_t bytes = packed_bytes(x.numel());
   TORCH_CHECK_VALUE(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.numel() >= bytes,
                     op, " of ", x.numel(), " numbers takes ", bytes, " contiguous bytes, got ",
                     packed.numel(), " of ", packed.scalar_type());
@@ -36,8 +26,8 @@ void check_packed(const char* op, const Tensor& packed, const Tensor& x, Code co
                     ": the bytes on ", packed.device(), " must begin at a multiple of 4");
 }
 
-void check_parts(const char* op, const Tensor& parts, const Tensor& x, Code code) {
-  const int64_t bytes = packed_bytes(code, x.numel());
+void check_parts(const char* op, const Tensor& parts, const Tensor& x) {
+  const int64_t bytes = packed_bytes(x.numel());
   TORCH_CHECK_VALUE(parts.scalar_type() == at::kByte && parts.is_contiguous() && parts.dim() == 2 &&
                         parts.size(1) >= bytes && parts.size(1) % 4 == 0 && parts.device() == x.device(),
                     op, ": parts of ", x.numel(), " numbers are contiguous rows of ", bytes,
@@ -45,46 +35,40 @@ void check_parts(const char* op, const Tensor& parts, const Tensor& x, Code code
                     " on ", parts.device());
 }
 
-void quantize(const Tensor& x, const std::string& wire, int64_t seed, const std::optional<Tensor>& parts,
-              int64_t skip, int64_t first, Tensor packed) {
+void quantize(const Tensor& x, const std::optional<Tensor>& parts, int64_t skip, Tensor packed) {
   const char* op = "quantize";
-  const Quantization how = quantization(op, wire, seed);
   check_floats(op, x);
-  check_packed(op, packed, x, how.code);
-  if (parts) check_parts(op, *parts, x, how.code);
-  OASES_LAUNCH(x, quantize_sum, how, x.const_data_ptr<float>(),
-               parts ? parts->const_data_ptr<uint8_t>() : nullptr, parts ? parts->size(0) : 0, skip,
-               parts ? parts->size(1) : 0, x.numel(), first, packed.mutable_data_ptr<uint8_t>());
+  check_packed(op, packed, x);
+  if (parts) check_parts(op, *parts, x);
+  OASES_LAUNCH(x, quantize_sum, x.const_data_ptr<float>(), parts ? parts->const_data_ptr<uint8_t>() : nullptr,
+               parts ? parts->size(0) : 0, skip, parts ? parts->size(1) : 0, x.numel(),
+               packed.mutable_data_ptr<uint8_t>());
 }
 
-void dequantize_sum(const Tensor& x, const Tensor& parts, const std::string& wire, int64_t skip, Tensor out) {
+void dequantize_sum(const Tensor& x, const Tensor& parts, int64_t skip, Tensor out) {
   const char* op = "dequantize_sum";
-  const Quantization how = quantization(op, wire, 0);
   check_floats(op, x);
   check_floats(op, out);
-  check_parts(op, parts, x, how.code);
+  check_parts(op, parts, x);
   TORCH_CHECK_VALUE(out.numel() == x.numel() && out.device() == x.device(), op, ": ", x.numel(),
                     " numbers on ", x.device(), " are summed into ", out.numel(), " on ", out.device());
-  OASES_LAUNCH(x, sum_parts, how, x.const_data_ptr<float>(), parts.const_data_ptr<uint8_t>(), parts.size(0),
-               skip, parts.size(1), x.numel(), out.mutable_data_ptr<float>());
+  OASES_LAUNCH(x, sum_parts, x.const_data_ptr<float>(), parts.const_data_ptr<uint8_t>(), parts.size(0), skip,
+               parts.size(1), x.numel(), out.mutable_data_ptr<float>());
 }
 
-void dequantize(const Tensor& packed, const std::string& wire, Tensor out) {
+void dequantize(const Tensor& packed, Tensor out) {
   const char* op = "dequantize";
-  const Quantization how = quantization(op, wire, 0);
   check_floats(op, out);
-  check_packed(op, packed, out, how.code);
-  OASES_LAUNCH(out, dequantize, how, packed.const_data_ptr<uint8_t>(), out.numel(),
-               out.mutable_data_ptr<float>());
+  check_packed(op, packed, out);
+  OASES_LAUNCH(out, dequantize, packed.const_data_ptr<uint8_t>(), out.numel(), out.mutable_data_ptr<float>());
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oases, library) {
-  library.def(
-      "quantize(Tensor x, str wire, int seed, Tensor? parts, int skip, int first, Tensor(a!) packed) -> ()");
-  library.def("dequantize_sum(Tensor x, Tensor parts, str wire, int skip, Tensor(a!) out) -> ()");
-  library.def("dequantize(Tensor packed, str wire, Tensor(a!) out) -> ()");
+  library.def("quantize(Tensor x, Tensor? parts, int skip, Tensor(a!) packed) -> ()");
+  library.def("dequantize_sum(Tensor x, Tensor parts, int skip, Tensor(a!) out) -> ()");
+  library.def("dequantize(Tensor packed, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(oases, CPU, library) {

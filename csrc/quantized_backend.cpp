@@ -49,12 +49,11 @@ at::Tensor buffer(int64_t size, const at::Tensor& like) {
 
 }  // namespace
 
-QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu, const std::string& wire,
+QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu,
                                    c10::intrusive_ptr<c10d::Backend> on_device)
     : Backend((on_cpu ? on_cpu : on_device)->getRank(), (on_cpu ? on_cpu : on_device)->getSize()),
       on_cpu_(std::move(on_cpu)),
-      on_device_(std::move(on_device)),
-      how_(quantization_called(wire)) {}
+      on_device_(std::move(on_device)) {}
 
 c10d::Backend& QuantizedBackend::inner(const at::Tensor& tensor) const {
   return *(tensor.is_cpu() ? on_cpu_ : on_device_);  // c10d gives it those of its devices alone
@@ -68,12 +67,12 @@ QuantizedBackend::Work QuantizedBackend::exchange(at::Tensor& received, at::Tens
 
 // A piece of an all-reduce: `part` numbers for each rank, the last ranks' perhaps fewer or none.
 struct QuantizedBackend::Piece {
-  Piece(const at::Tensor& whole, int64_t first, int64_t n, int size, Code code)
+  Piece(const at::Tensor& whole, int64_t first, int64_t n, int size)
       : data(whole.narrow(0, first, n)),
         n(n),
         first(first),
         part((quantized_blocks(n) + size - 1) / size * kQuantizedBlock),
-        stride(packed_bytes(code, part)) {}
+        stride(packed_bytes(part)) {}
 
   int64_t from(int rank) const { return std::min(n, rank * part); }
   int64_t count(int rank) const { return std::min(n, (rank + 1) * part) - from(rank); }
@@ -86,34 +85,31 @@ struct QuantizedBackend::Piece {
   Work work;
 };
 
-// exemptable: whether large errors send the layer in another way from then on.
-QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outputs, Run run,
-                                                 bool exemptable) {
-  Quantization how = how_;
-  // Another stream of random numbers for every call and rank.
-  how.seed = (++calls_ * 0x9E3779B97F4A7C15u) ^ (static_cast<uint64_t>(getRank()) * 0xD1B54A32D192ED03u);
-  if (!outputs.front().is_cpu()) return on_stream(type, std::move(outputs), run, how, exemptable);
-  return worker_.enqueue(getRank(), type, std::move(outputs),
-                         [this, run = std::move(run), how, exemptable,
-                          layer = layer_of(std::exchange(label_, ""))](LocalWork& work) {
-                           LayerErrors& errors = errors_of(layers_, layer);
-                           Rounding rounding;
-                           work.exempt = errors.exempt;
-                           rounding.measured =
-                               !errors.exempt && ((exemptable && errors.above > 0) || errors.due());
-                           ++errors.calls;
-                           run(errors.chosen(how), rounding);
-                           if (!rounding.measured) return;
-                           Tensors both{rounding.both(work.result().front())};
-                           on_cpu_->allreduce(both)->wait();
-                           if (errors.stay_above(exemptable, both.front(), work))
-                             errors.change(layer, how, work);
-                         });
+// in_bf16: the same by the inner backend, for layers of which the errors stay too large; null for what none exempts.
+QuantizedBackend::Work QuantizedBackend::enqueue(c10d::OpType type, Tensors outputs, const Run& run,
+                                                 const Run& in_bf16) {
+  ++calls_;
+  if (!outputs.front().is_cpu()) return on_stream(type, std::move(outputs), run, in_bf16);
+  return worker_.enqueue(
+      getRank(), type, std::move(outputs),
+      [this, type, run, in_bf16, layer = layer_of(std::exchange(label_, ""))](LocalWork& work) {
+        LayerErrors& errors = errors_of(layers_, type, layer);
+        Rounding rounding;
+        work.exempt = in_bf16 && errors.exempt;
+        if (work.exempt) return in_bf16(rounding);
+        rounding.measured = errors.above > 0 || errors.due();
+        ++errors.calls;
+        run(rounding);
+        if (!rounding.measured) return;
+        Tensors both{rounding.both(work.result().front())};
+        on_cpu_->allreduce(both)->wait();
+        errors.judge(layer, in_bf16 != nullptr, both.front(), work);
+      });
 }
 
 // Queues all steps on the backend's own stream, after what the caller's has queued.
 QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors outputs, const Run& run,
-                                                   const Quantization& how, bool exemptable) {
+                                                   const Run& in_bf16) {
   const c10::Device device = outputs.front().device();
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!stream_ || stream_->device() != device) stream_ = guard.getNewStream(device);
@@ -122,19 +118,19 @@ QuantizedBackend::Work QuantizedBackend::on_stream(c10d::OpType type, Tensors ou
   const c10::StreamGuard on(*stream_);
   ready.block(*stream_);
   const std::string layer = layer_of(std::exchange(label_, ""));
-  LayerErrors& errors = errors_of(layers_there_, layer);
+  LayerErrors& errors = errors_of(layers_there_, type, layer);
   Judgement found;
   if (errors.sample && errors.due()) {  // of so many calls ago, on every rank, that the host does not wait
     errors.sample->arrived.synchronize();
-    if (errors.stay_above(exemptable, errors.sample->both, found)) errors.change(layer, how, found);
+    errors.judge(layer, in_bf16 != nullptr, errors.sample->both, found);
     errors.sample.reset();
   }
   std::vector<Work> steps;
   Rounding rounding;
-  found.exempt = errors.exempt;
-  rounding.measured = !errors.exempt && errors.due();
+  found.exempt = in_bf16 && errors.exempt;
+  rounding.measured = !found.exempt && errors.due();
   rounding.steps = &steps;
-  run(errors.chosen(how), rounding);
+  found.exempt ? in_bf16(rounding) : run(rounding);
   ++errors.calls;  // not of one that fails before its first step, which is filled by another
   if (rounding.measured) {
     Tensors both{rounding.both(outputs.front())};
@@ -157,36 +153,32 @@ void QuantizedBackend::finish(Work& work, Rounding& rounding) {
   if (rounding.steps) rounding.steps->push_back(work);
 }
 
-void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& rounding) {
+void QuantizedBackend::sum(const at::Tensor& data, Rounding& rounding) {
   const int size = getSize(), rank = getRank();
   std::vector<Piece> pieces;
   for (int64_t first = 0; first < data.numel(); first += kPiece)
-    pieces.emplace_back(data, first, std::min(kPiece, data.numel() - first), size, how.code);
+    pieces.emplace_back(data, first, std::min(kPiece, data.numel() - first), size);
   const auto start = [&](Piece& piece) {
     piece.sent = buffer(size * piece.stride, data), piece.received = buffer(size * piece.stride, data);
     rounding.add_residual(piece.data, piece.first);
     for (int other = 0; other < size; ++other) {
       if (other == rank || piece.count(other) == 0) continue;
       const at::Tensor part = piece.of(other), packed = piece.packed(piece.sent, other);
-      const int64_t at = piece.first + piece.from(other);
-      blocks::pack(how, part, packed, at);
-      rounding.note(how, part, packed, at);
+      blocks::pack(part, packed);
+      rounding.note(part, packed, piece.first + piece.from(other));
     }
     piece.work = exchange(piece.received, piece.sent);
   };
   const auto reduce = [&](Piece& piece) {
     finish(piece.work, rounding);
     at::Tensor mine = piece.packed(piece.sent, rank);
-    Quantization again = how;
-    again.seed += 1;
     const at::Tensor own = piece.of(rank), parts = piece.received.view({size, piece.stride});
-    const int64_t at = piece.first + piece.from(rank);
     if (own.numel() > 0 && !rounding.wanted()) {
-      blocks::pack(again, own, mine, at, parts, rank);
+      blocks::pack(own, mine, parts, rank);
     } else if (own.numel() > 0) {
-      blocks::sum(how, own, parts, rank, own);  // overwritten by the result anyway
-      blocks::pack(again, own, mine, at);
-      rounding.note(how, own, mine, at);
+      blocks::sum(own, parts, rank, own);  // overwritten by the result anyway
+      blocks::pack(own, mine);
+      rounding.note(own, mine, piece.first + piece.from(rank));
       rounding.note_result(own);
     }
     at::Tensor all = piece.received = buffer(size * piece.stride, data);
@@ -196,7 +188,7 @@ void QuantizedBackend::sum(const at::Tensor& data, Quantization how, Rounding& r
   const auto end = [&](Piece& piece) {
     finish(piece.work, rounding);
     for (int other = 0; other < size; ++other)
-      if (piece.count(other) > 0) blocks::unpack(how, piece.packed(piece.received, other), piece.of(other));
+      if (piece.count(other) > 0) blocks::unpack(piece.packed(piece.received, other), piece.of(other));
     piece.sent.reset(), piece.received.reset();
   };
   // In this order on every rank, whatever the time that each step takes.
@@ -224,61 +216,70 @@ QuantizedBackend::Work QuantizedBackend::allreduce(Tensors& tensors, const c10d:
                       tensor.sizes(), ", got ", residual.scalar_type(), " of ", residual.sizes(), " on ",
                       residual.device(), "; the tensor is on ", tensor.device());
   }
-  return enqueue(
-      c10d::OpType::ALLREDUCE, {tensor},
-      [this, tensor, residual](Quantization how, Rounding& rounding) {
-        if (residual.defined()) rounding.residual = residual.view(-1);
-        const at::Tensor data = in_float(tensor);
-        sum(data, how, rounding);
-        if (data.data_ptr() != tensor.data_ptr()) tensor.view(-1).copy_(data);
-      },
-      !residual.defined());  // what rounding loses then is sent later
+  const Run run = [this, tensor, residual](Rounding& rounding) {
+    if (residual.defined()) rounding.residual = residual.view(-1);
+    const at::Tensor data = in_float(tensor);
+    sum(data, rounding);
+    if (data.data_ptr() != tensor.data_ptr()) tensor.view(-1).copy_(data);
+  };
+  if (residual.defined())
+    return enqueue(c10d::OpType::ALLREDUCE, {tensor}, run);  // what it loses is sent later
+  return enqueue(c10d::OpType::ALLREDUCE, {tensor}, run, [this, tensor](Rounding& rounding) {
+    Tensors sent{tensor.view(-1).to(at::kBFloat16)};
+    Work work = inner(tensor).allreduce(sent);
+    finish(work, rounding);
+    tensor.view(-1).copy_(sent.front());
+  });
 }
 
 QuantizedBackend::Work QuantizedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                          const c10d::AllgatherOptions&) {
   check_numbers("all_gather", output), check_numbers("all_gather", input);
-  return enqueue(
-      c10d::OpType::_ALLGATHER_BASE, {output}, [this, output, input](Quantization how, Rounding& rounding) {
-        const int64_t n = input.numel(), stride = packed_bytes(how.code, n);
-        at::Tensor mine = buffer(stride, input), all = buffer(stride * getSize(), input);
-        const at::Tensor data = in_float(input);
-        blocks::pack(how, data, mine, 0);
-        rounding.note(how, data, mine, 0);
-        rounding.note_result(data);
-        bytes_sent_ += stride * (getSize() - 1);
-        Work work = inner(all)._allgather_base(all, mine);
-        finish(work, rounding);
-        into(output, [&](const at::Tensor& result) {
-          for (int rank = 0; rank < getSize(); ++rank)
-            blocks::unpack(how, all.narrow(0, rank * stride, stride), result.narrow(0, rank * n, n));
-        });
-      });
+  return enqueue(c10d::OpType::_ALLGATHER_BASE, {output}, [this, output, input](Rounding& rounding) {
+    const int64_t n = input.numel(), stride = packed_bytes(n);
+    at::Tensor mine = buffer(stride, input), all = buffer(stride * getSize(), input);
+    const at::Tensor data = in_float(input);
+    blocks::pack(data, mine);
+    rounding.note(data, mine, 0);
+    rounding.note_result(data);
+    bytes_sent_ += stride * (getSize() - 1);
+    Work work = inner(all)._allgather_base(all, mine);
+    finish(work, rounding);
+    into(output, [&](const at::Tensor& result) {
+      for (int rank = 0; rank < getSize(); ++rank)
+        blocks::unpack(all.narrow(0, rank * stride, stride), result.narrow(0, rank * n, n));
+    });
+  });
 }
 
 QuantizedBackend::Work QuantizedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                               const c10d::ReduceScatterOptions& options) {
   require_sum("reduce_scatter", options.reduceOp);
   check_numbers("reduce_scatter", output), check_numbers("reduce_scatter", input);
-  return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, {output},
-                 [this, output, input](Quantization how, Rounding& rounding) {
-                   const int64_t n = output.numel(), stride = packed_bytes(how.code, n);
-                   at::Tensor sent = buffer(stride * getSize(), input),
-                              received = buffer(stride * getSize(), input), data = in_float(input);
-                   for (int rank = 0; rank < getSize(); ++rank) {
-                     if (rank == getRank()) continue;
-                     const at::Tensor part = data.narrow(0, rank * n, n),
-                                      packed = sent.narrow(0, rank * stride, stride);
-                     blocks::pack(how, part, packed, rank * n);
-                     rounding.note(how, part, packed, rank * n);
-                   }
-                   Work work = exchange(received, sent);
+  const Run run = [this, output, input](Rounding& rounding) {
+    const int64_t n = output.numel(), stride = packed_bytes(n);
+    at::Tensor sent = buffer(stride * getSize(), input), received = buffer(stride * getSize(), input),
+               data = in_float(input);
+    for (int rank = 0; rank < getSize(); ++rank) {
+      if (rank == getRank()) continue;
+      const at::Tensor part = data.narrow(0, rank * n, n), packed = sent.narrow(0, rank * stride, stride);
+      blocks::pack(part, packed);
+      rounding.note(part, packed, rank * n);
+    }
+    Work work = exchange(received, sent);
+    finish(work, rounding);
+    into(output, [&](const at::Tensor& result) {
+      blocks::sum(data.narrow(0, getRank() * n, n), received.view({getSize(), stride}), getRank(), result);
+      rounding.note_result(result);
+    });
+  };
+  return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, run,
+                 [this, output, input](Rounding& rounding) {
+                   at::Tensor sent = input.view(-1).to(at::kBFloat16),
+                              mine = at::empty({output.numel()}, sent.options());
+                   Work work = inner(input)._reduce_scatter_base(mine, sent);
                    finish(work, rounding);
-                   into(output, [&](const at::Tensor& result) {
-                     blocks::sum(how, data.narrow(0, getRank() * n, n), received.view({getSize(), stride}),
-                                 getRank(), result);
-                     rounding.note_result(result);
-                   });
+                   output.view(-1).copy_(mine);
                  });
 }
 
@@ -298,10 +299,10 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
     return parts;
   };
   const auto received_parts = parts_of(output, output_splits), sent_parts = parts_of(input, input_splits);
-  return enqueue(c10d::OpType::ALLTOALL_BASE, {output}, [=, this](Quantization how, Rounding& rounding) {
+  return enqueue(c10d::OpType::ALLTOALL_BASE, {output}, [=, this](Rounding& rounding) {
     const auto sizes_of = [&](const std::vector<int64_t>& parts) {
       std::vector<int64_t> sizes;
-      for (const int64_t part : parts) sizes.push_back(packed_bytes(how.code, part));
+      for (const int64_t part : parts) sizes.push_back(packed_bytes(part));
       sizes[getRank()] = 0;  // copied
       return sizes;
     };
@@ -318,8 +319,8 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
       } else {
         const at::Tensor part = data.narrow(0, number, sent_parts[rank]),
                          packed = sent.narrow(0, byte, sent_bytes[rank]);
-        blocks::pack(how, part, packed, number);
-        rounding.note(how, part, packed, number);
+        blocks::pack(part, packed);
+        rounding.note(part, packed, number);
         rounding.note_result(part);
       }
       number += sent_parts[rank], byte += sent_bytes[rank];
@@ -335,7 +336,7 @@ QuantizedBackend::Work QuantizedBackend::alltoall_base(at::Tensor& output, at::T
         if (rank == getRank())
           at::Tensor(part).copy_(data.narrow(0, own, sent_parts[rank]));
         else
-          blocks::unpack(how, received.narrow(0, from, received_bytes[rank]), part);
+          blocks::unpack(received.narrow(0, from, received_bytes[rank]), part);
         at += received_parts[rank], from += received_bytes[rank];
       }
     });

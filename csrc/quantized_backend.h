@@ -1,13 +1,13 @@
-// c10d backend that sends quantised numbers through another one: 8 or 4 bits each, and an fp32 scale per block of 128
+// c10d backend that sends quantised numbers through another one: 8 bits each, and an fp32 scale per block of 128
 // (quantize_kernels.h). An all-reduce takes two shots: each rank quantises the other ranks' parts, an all-to-all
 // brings them there, each sums its part in fp32 and quantises the sum, and an all-gather brings it to all. All ranks
 // decode the same bytes, so their results are equal to the bit. Collectives run one after another on a thread of its
 // own: the order on the inner backend is that of the calls, on every rank.
 //
 // One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
-// whose last three samples were above LayerErrors::kLargest is rotated from then on, where the wire is of int8 or int4
-// and is not; if the next collective's error is still above it, the layer is sent in bf16. The ranks sum what they
-// measured, and each layer's state changes in the order of the collectives, so all change at the same one.
+// of which the last three sums that were measured were above LayerErrors::kLargest is summed by the inner backend in
+// bf16 from then on. The ranks sum what they measured, and each layer's state changes in the order of the collectives,
+// so all change at the same one.
 //
 // Tensors of an accelerator take the same steps on a stream of the backend's own, for which neither the host nor the
 // caller's stream waits before the caller does. What is measured there is read when the layer's next sample is due,
@@ -17,12 +17,11 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <map>
+#include <functional>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "quantize_kernels.h"
 #include "rounding_errors.h"
 #include "worker.h"
 
@@ -31,9 +30,9 @@ namespace oases {
 class QuantizedBackend : public c10d::Backend {
  public:
   // on_cpu, on_device: move the bytes of tensors of the CPU and of an accelerator; used by nothing else. One may be
-  // null. wire: see quantization_called.
-  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu, const std::string& wire,
-                   c10::intrusive_ptr<c10d::Backend> on_device = nullptr);
+  // null.
+  explicit QuantizedBackend(c10::intrusive_ptr<c10d::Backend> on_cpu,
+                            c10::intrusive_ptr<c10d::Backend> on_device = nullptr);
 
   const std::string getBackendName() const override { return "quantized"; }
   // Of collectives started here, for TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares the ranks'.
@@ -41,7 +40,7 @@ class QuantizedBackend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   // Label of the next collective, for what is known of its errors: an op of a schedule, or a text of the caller's.
   void set_label(const std::string& label) { label_ = label; }
-  // Bytes given to the inner backend to send to other ranks so far.
+  // Bytes of packed numbers given to the inner backend to send to other ranks so far.
   int64_t bytes_sent() const { return bytes_sent_; }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -58,11 +57,10 @@ class QuantizedBackend : public c10d::Backend {
 
  private:
   struct Piece;
-  using Run = std::function<void(Quantization, Rounding&)>;
-  void sum(const at::Tensor& data, Quantization how, Rounding& rounding);
-  Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
-  Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Quantization& how,
-                 bool exemptable);
+  using Run = std::function<void(Rounding&)>;
+  void sum(const at::Tensor& data, Rounding& rounding);
+  Work enqueue(c10d::OpType type, Tensors outputs, const Run& run, const Run& in_bf16 = nullptr);
+  Work on_stream(c10d::OpType type, Tensors outputs, const Run& run, const Run& in_bf16);
   static void finish(Work& work, Rounding& rounding);
   Work exchange(at::Tensor& received, at::Tensor& sent);
 
@@ -70,7 +68,6 @@ class QuantizedBackend : public c10d::Backend {
   c10d::Backend& inner(const at::Tensor& tensor) const;
 
   c10::intrusive_ptr<c10d::Backend> on_cpu_, on_device_;
-  Quantization how_;
   uint64_t calls_ = 0;
   std::string label_;
   ErrorsByLayer layers_;  // of the worker's thread

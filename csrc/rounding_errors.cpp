@@ -9,7 +9,7 @@ namespace {
 
 // The error of one collective in so many of a layer is measured.
 constexpr int64_t kSampled = 61;
-// Samples in succession above the largest error after which a layer is sent in another way.
+// Samples in succession above the largest error after which a layer is sent in bf16.
 constexpr int kPatience = 3;
 
 void add(at::Tensor& total, const at::Tensor& x) {
@@ -23,11 +23,11 @@ void Rounding::add_residual(const at::Tensor& data, int64_t at) const {
   if (residual.defined()) at::Tensor(data).add_(residual.narrow(0, at, data.numel()));
 }
 
-void Rounding::note(const Quantization& how, const at::Tensor& x, const at::Tensor& packed, int64_t at) {
+void Rounding::note(const at::Tensor& x, const at::Tensor& packed, int64_t at) {
   if (!wanted()) return;
   const int64_t n = x.numel();
   const at::Tensor decoded = at::empty_like(x);
-  blocks::unpack(how, packed, decoded);
+  blocks::unpack(packed, decoded);
   at::Tensor kept = residual.defined() ? residual.narrow(0, at, n) : residual;
   if (!x.is_cpu()) {
     const at::Tensor error = x - decoded;
@@ -58,8 +58,8 @@ at::Tensor Rounding::both(const at::Tensor& like) const {
       {squares_there_.defined() ? squares_there_ : none, norm_there_.defined() ? norm_there_ : none});
 }
 
-LayerErrors& errors_of(ErrorsByLayer& layers, const std::string& layer) {
-  const auto [place, is_new] = layers.try_emplace(layer);
+LayerErrors& errors_of(ErrorsByLayer& layers, c10d::OpType type, const std::string& layer) {
+  const auto [place, is_new] = layers.try_emplace({type, layer});
   if (is_new) place->second.place = static_cast<int64_t>(layers.size()) - 1;
   return place->second;
 }
@@ -67,31 +67,15 @@ LayerErrors& errors_of(ErrorsByLayer& layers, const std::string& layer) {
 bool LayerErrors::due() const { return calls % kSampled == place % kSampled; }
 
 // By the errors of every rank's roundings, as if they were independent.
-bool LayerErrors::stay_above(bool exemptable, const at::Tensor& both, Judgement& found) {
+void LayerErrors::judge(const std::string& layer, bool exemptable, const at::Tensor& both, Judgement& found) {
   const double squares = both[0].item<double>(), norm = both[1].item<double>();
-  if (!std::isfinite(squares)) return false;  // of a NaN or an infinity, which the result shows
+  if (!std::isfinite(squares)) return;  // of a NaN or an infinity, which the result shows
   const double error = squares == 0 ? 0.0 : std::sqrt(squares / norm);
   if (std::isfinite(error)) found.relative_error = error;
   above = exemptable && error > kLargest ? above + 1 : 0;
-  return above >= kPatience;
-}
-
-Quantization LayerErrors::chosen(Quantization how) const {
-  how.rotated |= rotated;
-  if (exempt) how.code = Code::bf16;
-  return how;
-}
-
-void LayerErrors::change(const std::string& layer, const Quantization& how, Judgement& found) {
+  if (above < kPatience) return;
+  exempt = true;
   found.layer = layer;
-  if (how.rotated || rotated || how.code == Code::fp8) {  // of fp8 rotation only adds to the errors
-    exempt = true;
-    found.then = Judgement::Then::exempted;
-  } else {
-    rotated = true;
-    above = kPatience - 1;  // the next one is measured, and decides
-    found.then = Judgement::Then::rotated;
-  }
 }
 
 std::string layer_of(const std::string& label) {

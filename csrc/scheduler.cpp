@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "local_work.h"
+#include "quantize_kernels.h"
 #include "quantized_backend.h"
 
 // torch 2.13 renames the two _base collectives; 2.11 and 2.12 know only these names.
@@ -140,10 +141,9 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
   ticket->finish_ = std::make_shared<Ticket::Finish>();
   ticket->record_.collective = collective;
   ticket->record_.label = label;
-  const std::string& code = wire.empty() ? code_ : wire;
+  const bool quantised = !wire.empty() || !code_.empty();
   const int64_t whole = counted.numel() * counted.element_size();
-  ticket->record_.bytes =
-      code.empty() ? whole : packed_bytes(quantization_called(code).code, counted.numel());
+  ticket->record_.bytes = quantised ? packed_bytes(counted.numel()) : whole;
   ticket->record_.saved_bytes = whole - ticket->record_.bytes;
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();
@@ -375,7 +375,7 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   const auto* const judged = dynamic_cast<const Judgement*>(work.get());
   if (judged && judged->exempt) {
     const int64_t whole = record.bytes + record.saved_bytes;
-    record.bytes = packed_bytes(Code::bf16, whole / ticket->tensors_.front().element_size());
+    record.bytes = whole / ticket->tensors_.front().element_size() * 2;
     record.saved_bytes = whole - record.bytes;
   }
   record.blocked_for = monotonic_seconds() - record.waited_from;

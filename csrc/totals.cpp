@@ -85,12 +85,11 @@ void OverlapScheduler::note_error(const Judgement& work, const std::string& labe
     errors.sum += *work.relative_error;
   }
   if (work.layer.empty()) return;
-  const bool exempted = work.then == Judgement::Then::exempted;
   const double error = work.relative_error.value_or(std::numeric_limits<double>::infinity());
-  if (exempted) exempted_[work.layer] = error;
+  exempted_[work.layer] = error;
   if (rank_ == 0)
     TORCH_WARN("the relative error of ", work.layer, " stayed above ", LayerErrors::kLargest, ": ", error,
-               "; ", exempted ? "it is sent in bfloat16 from now on" : "its blocks are rotated from now on");
+               "; it is sent in bfloat16 from now on");
 }
 
 std::map<std::string, double> OverlapScheduler::exempted() const {

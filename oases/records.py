@@ -31,7 +31,7 @@ _UNITS = ("_ms", "_us", "_milliseconds", "_mib", "_gib", "_gb", "_gbps")
 class Number:
     """Limits of a number. unit: what it counts. above: what it must exceed.
 
-    hints: of values that only another unit would explain, (smallest and largest value in the right one, explanation).
+    usual: (smallest, largest, hint): of values but 0, beyond which only another unit would explain one.
     """
 
     unit: str = ""
@@ -49,7 +49,7 @@ class Number:
         if value > self.most:
             return f"must be at most {self.most:g}, got {short(value)}"
         least, most, hint = self.usual
-        if not least <= value <= most:
+        if value and not least <= value <= most:
             bound = f"below {least:g}" if value < least else f"above {most:g}"
             return f"is {short(value)}, {bound}; the unit is {self.unit}, {hint}"
         return ""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
-from oases.core.dtypes import CODES, WIRES
+from oases.core.dtypes import WIRES
 from oases.core.execution.group import scheduler_of
 from oases.errors import UsageError
 from oases.kernels.quantized import dequantize, dequantize_sum, quantize
@@ -38,7 +38,7 @@ NUMBERS = 1 << 22
 class LossBenchConfig(BenchConfig):
     """Trainings to compare."""
 
-    wires: str = option(",".join(("none", "bfloat16", "float16", *CODES)), "wire dtypes to compare, joined by commas")
+    wires: str = option(",".join(WIRES), "wire dtypes to compare, joined by commas")
     seeds: int = option(3, "trainings of each, with weights and batches of their own")
     steps: int = option(600, "optimizer steps of each training")
     model: str | None = option(
@@ -90,7 +90,7 @@ def run_loss_bench(config: LossBenchConfig, ranks: Ranks, shows: bool) -> Result
     """Run on every rank."""
     found: Result = {"config": checked_settings(config) | {"tp": dist.get_world_size()}}
     if config.kernels:
-        return found | {"kernels": {code: _rates(code) for code in CODES}}
+        return found | {"kernels": _rates()}
     trainings = [(seed, wire) for seed in range(config.seeds) for wire in config.names()]
     rows: dict[str, list[Result]] = {wire: [] for wire in config.names()}
     with progress("training", len(trainings), shows and first_rank(), log=True) as advance:
@@ -135,26 +135,23 @@ def _replicas_equal(model: nn.Module) -> bool:
     return all(torch.equal(a, b) for other in everyone for a, b in zip(mine, other, strict=True))
 
 
-def kernels_of(x: Tensor, code: str) -> dict[str, Callable[[], Tensor]]:
+def kernels_of(x: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Kernels of quantised sums by name, on numbers x [N]: those of a rank with one other."""
-    packed, rotated = quantize(x, code), quantize(x, f"{code}:rotated")
+    packed = quantize(x)
     return {
-        "quantize": lambda: quantize(x, code),
-        "quantize, stochastic": lambda: quantize(x, f"{code}:stochastic", seed=1),
-        "quantize, rotated": lambda: quantize(x, f"{code}:rotated"),
-        "dequantize": lambda: dequantize(packed, x.numel(), code),
-        "dequantize, rotated": lambda: dequantize(rotated, x.numel(), f"{code}:rotated"),
-        "dequantize and sum": lambda: dequantize_sum(x, packed[None], code),
-        "sum and requantize": lambda: quantize(x, code, parts=packed[None]),
+        "quantize": lambda: quantize(x),
+        "dequantize": lambda: dequantize(packed, x.numel()),
+        "dequantize and sum": lambda: dequantize_sum(x, packed[None]),
+        "sum and requantize": lambda: quantize(x, packed[None]),
     }
 
 
-def _rates(code: str) -> Result:
+def _rates() -> Result:
     """Bytes of fp32 per second that the kernels read or write, on one core. A sum reads x, and packed numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     x = torch.randn(NUMBERS)
-    found = {name: x.nbytes / min(_seconds(run) for _ in range(9)) for name, run in kernels_of(x, code).items()}
+    found = {name: x.nbytes / min(_seconds(run) for _ in range(9)) for name, run in kernels_of(x).items()}
     torch.set_num_threads(threads)
     return found
 
@@ -168,10 +165,8 @@ def _seconds(run: Callable[[], Any]) -> float:
 def shown(result: Result) -> Iterator[RenderableType]:
     """Tables of a result."""
     if "kernels" in result:
-        codes = result["kernels"]
-        kinds = list(next(iter(codes.values())))
-        rows = [(kind, *(f"{rates[kind] / 1e9:.1f}" for rates in codes.values())) for kind in kinds]
-        yield table(("GB/s of fp32, one core", *codes), rows)
+        rows = [(kernel, f"{rate / 1e9:.1f}") for kernel, rate in result["kernels"].items()]
+        yield table(("kernel, one core", "GB/s of fp32"), rows)
         return
     rows = []
     base = [row["validation_loss"] for row in result["wires"].get("none", [])]

@@ -48,7 +48,7 @@ class PipelineBenchConfig(BenchConfig):
 
     pipelines: str = option(
         "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1,zb_v",
-        "pipelines to measure, comma-separated; one_f_one_b:int8 sends messages in int8, or another quantised type",
+        "pipelines to measure, comma-separated; one_f_one_b:int8 sends messages in int8",
     )
     micro_batches: int = option(8, "micro-batches of a step")
     forward_ms: float = option(

@@ -14,8 +14,8 @@ from oases import records
 from oases.checkpoint.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases.checkpoint.resume import AUTO, require_resumable
 from oases.checkpoint.retention import require_folder
-from oases.core.dtypes import AUTO_LOSSY
-from oases.core.execution.communication import QUANTISED, WIRE_DTYPES
+from oases.core.dtypes import AUTO_LOSSY, QUANTISED
+from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.piece import require_compiler
 from oases.core.schedule import GENERATORS, PIPELINES, read_schedule
 from oases.errors import UsageError, make_folder
@@ -104,21 +104,19 @@ class TrainConfig(ExpertOptions):
     )
     wire_dtype: str = option(
         "none",
-        "type of activations in all-reduces, and of tokens of experts: none = the dtype they are computed in; int8, "
-        "fp8, int4 = quantised (rotated, rounded at random), with errors; auto:lossy = none, bfloat16 or int8, by "
-        "measuring",
+        "type of activations in all-reduces, and of tokens of experts: none = the dtype they are computed in; int8 = "
+        "quantised, with errors; auto:lossy = none, bfloat16 or int8, by measuring",
         (*WIRE_DTYPES, AUTO_LOSSY),
     )
     gradient_wire: str = option(
         "none",
-        "data-parallel averages of gradients: none = in their own dtype; int8, fp8, int4 = quantised, with error "
-        "feedback",
-        ("none", *QUANTISED),
+        "data-parallel averages of gradients: none = in their own dtype; int8 = quantised, with error feedback",
+        ("none", QUANTISED),
     )
     pipeline_wire: str = option(
         "none",
-        "messages between pipeline stages: none = in the dtype they are computed in; int8, fp8, int4 = quantised",
-        ("none", *QUANTISED),
+        "messages between pipeline stages: none = in the dtype they are computed in; int8 = quantised",
+        ("none", QUANTISED),
     )
     sequence_parallel: bool = option(
         False, "sequence parallelism: shard activations between blocks along the sequence"
@@ -287,7 +285,7 @@ class TrainConfig(ExpertOptions):
 
     @property
     def wires(self) -> dict[str, str | None]:
-        """Codes of gradients and of messages between stages, as `parallelize` takes them; None for their own type."""
+        """Types of gradients and of messages between stages, as `parallelize` takes them; None for their own type."""
         given = {name: getattr(self, name) for name in ("gradient_wire", "pipeline_wire")}
         return {name: None if code == "none" else code for name, code in given.items()}
 

@@ -69,7 +69,7 @@ class GPTStage:
 
     model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
     called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
-    gradient_wire, pipeline_wire: codes of averages and messages; None for their own type.
+    gradient_wire, pipeline_wire: "int8" for quantised averages and messages; None for their own type.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ options.asyncOp = True
 for backend in (
     staged_backend(dist.HashStore(), 0, 1, timedelta(seconds=60)),
     sim_backend(single_process_backend(0, 2), 1e-3, 1e9),
-    QuantizedBackend(single_process_backend(0, 2), "int8"),
+    QuantizedBackend(single_process_backend(0, 2)),
 ):
     for _ in range(50):
         backend.allreduce([torch.ones(100_000)], options)

@@ -203,7 +203,7 @@ def dropped_in_a_fork() -> str:
     options.asyncOp = True
     before = mapped("oases-staged")
     staged = staged_backend(dist.HashStore(), 0, 1, timedelta(seconds=60))
-    quantized = QuantizedBackend(single_process_backend(0, 2), "int8")
+    quantized = QuantizedBackend(single_process_backend(0, 2))
     for backend in (staged, quantized):
         backend.allreduce([torch.ones(8)], options).wait()
     (place,) = (each.start for each in mapped("oases-staged") if each not in before)

@@ -40,7 +40,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from oases.simulator.hardware_file import require_distinct
 
 from oases.cli.options import Parser, fail, require_writable
 from oases.cli.plan import figures, plan_table, title
@@ -66,7 +65,7 @@ from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, BlockKind, ModelSha
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
-from oases.simulator.hardware_file import write
+from oases.simulator.hardware_file import require_distinct, write
 from oases.simulator.links import LinkModel, Sample, fit_link
 from oases.simulator.program import Contention
 from oases.terminal import console

@@ -225,28 +225,28 @@ void sketch_decode(const float* table, const int64_t* keys, int64_t m, SketchSha
   call.end();
 }
 
-void quantize_sum(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
-                  int64_t stride, int64_t n, int64_t first, uint8_t* packed) {
+void quantize_sum(const float* x, const uint8_t* parts, int64_t count, int64_t skip, int64_t stride,
+                  int64_t n, uint8_t* packed) {
   Call call("quantize_sum");
-  cuda::quantize_sum(how, call.in(x, n), call.in(parts, count * stride), count, skip, stride, n, first,
-                     call.out(packed, packed_bytes(how.code, n)), nullptr);
-  twin<&quantize_sum>()(how, x, parts, count, skip, stride, n, first, call.twin(packed));
+  cuda::quantize_sum(call.in(x, n), call.in(parts, count * stride), count, skip, stride, n,
+                     call.out(packed, packed_bytes(n)), nullptr);
+  twin<&quantize_sum>()(x, parts, count, skip, stride, n, call.twin(packed));
   call.end();
 }
 
-void sum_parts(const Quantization& how, const float* x, const uint8_t* parts, int64_t count, int64_t skip,
-               int64_t stride, int64_t n, float* out) {
+void sum_parts(const float* x, const uint8_t* parts, int64_t count, int64_t skip, int64_t stride, int64_t n,
+               float* out) {
   Call call("sum_parts");
-  cuda::sum_parts(how, call.in(x, n), call.in(parts, count * stride), count, skip, stride, n,
-                  call.out(out, n), nullptr);
-  twin<&sum_parts>()(how, x, parts, count, skip, stride, n, call.twin(out));
+  cuda::sum_parts(call.in(x, n), call.in(parts, count * stride), count, skip, stride, n, call.out(out, n),
+                  nullptr);
+  twin<&sum_parts>()(x, parts, count, skip, stride, n, call.twin(out));
   call.end();
 }
 
-void dequantize(const Quantization& how, const uint8_t* packed, int64_t n, float* out) {
+void dequantize(const uint8_t* packed, int64_t n, float* out) {
   Call call("dequantize");
-  cuda::dequantize(how, call.in(packed, packed_bytes(how.code, n)), n, call.out(out, n), nullptr);
-  twin<&dequantize>()(how, packed, n, call.twin(out));
+  cuda::dequantize(call.in(packed, packed_bytes(n)), n, call.out(out, n), nullptr);
+  twin<&dequantize>()(packed, n, call.twin(out));
   call.end();
 }
 

@@ -100,8 +100,8 @@ def parallelize(
     compile: backend of torch.compile for the blocks of layers, such as inductor; None for eager.
     experts: "sharded" over tensor-parallel ranks, whose results are summed, or
     "balanced": divided over expert_parallel ranks of "dp" x "tp" (None: all of them), to which tokens are sent, and
-    busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
-    gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
+    busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: "int8" to average gradients
+    over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
     exactly. pipeline_wire: the same for what the stages of "pp" send each other, without feedback. backend: of
     torch.distributed, e.g. "staged", for new groups of the mesh's ranks; "auto": `staged` where that sums sooner;
     None: the mesh's own groups. stack_options: further options of OverlappedStack, such as sub_batches and

@@ -115,9 +115,10 @@ class GradientAverager:
 
     parts: (parameters, group) of each part of the model, in the order of its forward pass; parts of one group are
     reduced together, those without a group or with a group of one not at all. Create it once the model is on its
-    device: it registers hooks on the parameters. bucket_bytes: bytes per collective. wire: quantised type of the
-    gradients on the way, with error feedback: what rounding loses is added to the next step's gradients, and costs 4
-    bytes per parameter; "" for their own type. Collective: UsageError, on all ranks, where their wires differ.
+    device: it registers hooks on the parameters. bucket_bytes: bytes per collective. wire: "int8" for
+    gradients quantised on the way, with error feedback: what rounding loses is added to the next step's gradients,
+    and costs 4 bytes per parameter; "" for their own type. Collective: UsageError, on all ranks, where their wires
+    differ.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from oases.core.dtypes import QUANTISED
 from oases.core.execution.communication import agreed_group, quantised_type
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, resolve
 from oases.errors import UsageError
@@ -23,11 +24,11 @@ _residuals: Any = WeakTensorKeyDictionary()
 def quantized_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks: `model.register_comm_hook("int8", oases.quantized_hook)`.
 
-    state: name of a quantised type, None for int8; or a pair of it and DDP's process group, where that is not the
-    default one. The result is equal on all ranks. UsageError for another state, for states that differ between ranks,
-    for a bucket of sparse gradients, and for a group whose backend cannot carry them.
+    state: "int8" or None, which is the same; or a pair of it and DDP's process group, where that is not the default
+    one. The result is equal on all ranks. UsageError for another state, for states that differ between ranks, for a
+    bucket of sparse gradients, and for a group whose backend cannot carry them.
     """
-    code, group = _parsed(state)
+    group = _group_in(state)
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise UsageError("quantized_hook: a gradient is sparse; register oases.s2_hook for a model with such ones")
@@ -36,17 +37,17 @@ def quantized_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
         done.set_result(buffer)
         return done
     about = ("numbers in a bucket", buffer.numel())
-    wire = group_of(agreed_group(group_name(group), "quantized_hook", code, buffer.device.type, about=about))
+    wire = group_of(agreed_group(group_name(group), "quantized_hook", QUANTISED, buffer.device.type, about=about))
     assert wire is not None
     work = wire.allreduce([buffer, _residual_of(bucket.parameters()[0], buffer)])
     return work.get_future().then(lambda _: buffer.div_(group_size(group)))
 
 
-def _parsed(state: Any) -> tuple[str, ProcessGroup | None]:
+def _group_in(state: Any) -> ProcessGroup | None:
     code, group = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    code = "int8" if code is None else code
-    quantised_type("quantized_hook: the state, or the first of a pair of it and a process group,", code)
-    return code, resolve(group)
+    if code is not None:
+        quantised_type("quantized_hook: the state, or the first of a pair of it and a process group,", code)
+    return resolve(group)
 
 
 def _residual_of(first: Tensor, buffer: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Layout of a message between pipeline stages: its tensors as bytes, in parts, of quantised numbers where asked for.
 
-A wire's numbers have 8 or 4 bits each and an fp32 scale per block of 128 (`oases.core.dtypes`), so a number is off
-by half a step of its block at most; a block with a NaN or an infinity arrives as NaN. Tensors of fewer numbers than a
+Quantised numbers have 8 bits each and an fp32 scale per block of 128, so a number is off by half a step of its block
+at most; a block with a NaN or an infinity arrives as NaN. Tensors of fewer numbers than a
 block are sent as they are.
 """
 
@@ -27,13 +27,13 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the messages of a lane. parts: of equal sizes, each sent by one rank. wire: name of a quantised type
-    for the numbers; "" to send them as they are.
+    """Layout of the messages of a lane. parts: of equal sizes, each sent by one rank. quantised: whether tensors
+    of a block of numbers or more are.
     """
 
     form: Form
     parts: int = 1
-    wire: str = ""
+    quantised: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -65,20 +65,17 @@ class Layout:
 
     def quantises(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether a tensor of the message is sent quantised."""
-        return bool(self.wire) and dtype in QUANTISABLE and math.prod(shape) >= QUANTIZED_BLOCK
+        return self.quantised and dtype in QUANTISABLE and math.prod(shape) >= QUANTIZED_BLOCK
 
-    def pack(self, tensors: Sequence[Tensor], seed: int = 0) -> Tensor:
-        """The whole message, flat: all parts, padded where packed. Tensors are read alone.
-
-        seed: of stochastic rounding, equal on the ranks whose parts make one message.
-        """
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The whole message, flat: all parts, padded where packed. Tensors are read alone."""
         if not self.is_packed:
             return tensors[0].contiguous().view(-1)
         packed = tensors[0].new_zeros(self.parts * self.part[0], dtype=torch.uint8)
-        for number, (tensor, (start, end)) in enumerate(zip(tensors, self._places()[0], strict=True)):
+        for tensor, (start, end) in zip(tensors, self._places()[0], strict=True):
             flat, room = tensor.contiguous().view(-1), packed[start:end]
             if self.quantises(tensor.shape, tensor.dtype):
-                room.copy_(quantize(flat.float(), self.wire, seed + number))
+                room.copy_(quantize(flat.float()))
             else:
                 room.view(tensor.dtype).copy_(flat)
         return packed
@@ -91,7 +88,7 @@ class Layout:
         for (shape, dtype), (start, end) in zip(self.form, self._places()[0], strict=True):
             room = whole[start:end]
             if self.quantises(shape, dtype):
-                found.append(dequantize(room, math.prod(shape), self.wire).to(dtype).view(shape))
+                found.append(dequantize(room, math.prod(shape)).to(dtype).view(shape))
             else:
                 found.append(room.view(dtype).view(shape))
         return found
@@ -101,7 +98,7 @@ class Layout:
         places, end = [], 0
         for shape, dtype in self.form:
             many = math.prod(shape)
-            size = quantized_bytes(many, self.wire) if self.quantises(shape, dtype) else many * dtype.itemsize
+            size = quantized_bytes(many) if self.quantises(shape, dtype) else many * dtype.itemsize
             places.append((end, end + size))
             end = -(-(end + size) // _ALIGNED) * _ALIGNED
         return places, end

@@ -72,7 +72,6 @@ class _Lane:
     degree: int
     name: str = ""
     layout: Layout | None = None
-    sent: int = 0
     upcoming: deque[Op] = field(default_factory=deque)
     posted: deque[tuple[Op, Tensor, Any]] = field(default_factory=deque)
 
@@ -86,8 +85,8 @@ class StageMessages:
 
     mesh: of the rank's stage. degrees: tensor-parallel degree at each border between two parts of the model, in
     order. device: of the tensors. split: whether each tensor-parallel rank sends its part alone; otherwise each sends
-    the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). wire: name of a quantised
-    type for activations and gradients, which are then rounded; "" for their own. All messages of a lane have
+    the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). wire: "int8" for
+    quantised activations and gradients; "" for their own type. All messages of a lane have
     the shape and type of its first, which is announced in a header, until `renew`.
     Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it, UsageError for an unknown
     wire and, on all ranks, for one that differs between them.
@@ -193,7 +192,7 @@ class StageMessages:
                 f"{self._named(op)}: a message of {form_text(form)} on a lane of "
                 f"{form_text(() if layout is None else layout.form)}; give all micro-batches one shape"
             )
-        part = layout.pack(tensors, self._seed(lane))
+        part = layout.pack(tensors)
         if layout.parts > 1:
             size, _ = layout.part
             part = part.narrow(0, self._mesh.rank % lane.degree * size, size)
@@ -297,7 +296,7 @@ class StageMessages:
             monitor.begin_call("messages between pipeline stages", ("pipeline_wire", self._wire or None))
 
     def _layout(self, lane: _Lane, form: Form) -> Layout:
-        return Layout(form, lane.degree if self._split[lane.degree] else 1, self._wire)
+        return Layout(form, lane.degree if self._split[lane.degree] else 1, quantised=bool(self._wire))
 
     @staticmethod
     def _count(lane: _Lane, layout: Layout) -> None:
@@ -305,14 +304,6 @@ class StageMessages:
         lane.row.collectives += 1
         lane.row.bytes += layout.part_bytes
         lane.row.saved_bytes += layout.saved_bytes
-
-    def _seed(self, lane: _Lane) -> int:
-        """Seed of a message's stochastic rounding: another for each message, lane and replica."""
-        lane.sent += 1
-        lanes = 2 * self._mesh.num_stages
-        number = lanes * lane.sent + 2 * lane.source + (lane.of == "B")
-        number = number * self._mesh.replicas(lane.degree) + self._mesh.replica(lane.degree)
-        return number * 0x9E3779B97F4A7C15 % 2**64
 
     def _post(self, lane: _Lane) -> None:
         """Post the next receives of a lane whose shape is known."""

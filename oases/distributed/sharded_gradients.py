@@ -100,8 +100,7 @@ class ShardedGradientAverager:
     """`GradientAverager` for FSDP units: each rank gets a shard of the averages, accumulated in float32.
 
     units: in the order of the forward pass. The gradients of a unit are reduced in every backward pass, once they are
-    complete; full ones exist of few units at a time. wire: name of a quantised type to send gradients in; "" for
-    float32.
+    complete; full ones exist of few units at a time. wire: "int8" to send gradients quantised; "" for float32.
     """
 
     def __init__(self, units: Iterable[FsdpUnit], wire: str = "") -> None:

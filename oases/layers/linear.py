@@ -155,8 +155,8 @@ class OverlappedColumnLinear(_OverlappedLinear):
     Input [..., in_features], replicated (with sequence_parallel: sharded along dim -2). Output [..., out_features /
     t], or [..., out_features] with gather_output. The all-reduce of the input gradient overlaps, chunk by chunk, with
     the weight gradient. With a group of 1: `nn.Linear` exactly. num_chunks: chunks of the matmul; "auto" measures 1,
-    2 and 4 on the first call with gradients and keeps the fastest (see `oases.layers.chunks`). wire_dtype: int8,
-    fp8 or int4 quantises what these collectives send (not gather_output's), with an error of the sums.
+    2 and 4 on the first call with gradients and keeps the fastest (see `oases.layers.chunks`). wire_dtype: int8
+    quantises what these collectives send (not gather_output's), with an error of the sums.
     """
 
     kind = "column"

@@ -238,7 +238,7 @@ class AllToAll:
         self._dtype, self._code = (None, {"wire": wire}) if isinstance(wire, str) else (wire, {})
         if group is not None and group_size(group) > 1:
             if isinstance(wire, str):
-                add_wire(group, wire)
+                add_wire(group)
             self._scheduler = scheduler_of(group)
         self._sent, self._received, self._label = sent, received, label
         self._under_way: tuple[Any, Tensor, torch.dtype] | None = None

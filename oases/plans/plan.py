@@ -118,7 +118,7 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at least 1, got {short(value)}")
             require_numbers({name: value}, "plan: ")
         if self.wire not in WIRES:
-            raise UsageError(f"plan: unknown wire {short(self.wire)}; known are {', '.join(WIRES)}")
+            raise UsageError(f"plan: unknown wire {short(self.wire)}; known are {', '.join(WIRES)}: plan again")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):

@@ -94,7 +94,7 @@ class OverlapConfig(StackOptions):
     schedules: str = option(
         "sync,oases",
         "comma-separated schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: all-reduces in "
-        "bfloat16, or int8, int8:rotated, ...; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
+        "bfloat16, or float16, int8; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
     )
     iterations: int = option(7, "interleaved repetitions; medians are reported")
 

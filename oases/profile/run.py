@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.core.dtypes import CODES
 from oases.core.execution.clock import Clock
 from oases.core.execution.group import ProcessGroup, all_gather_objects
 from oases.errors import UsageError
@@ -88,18 +87,14 @@ def measure_device(config: ProfileConfig) -> Device:
     return Device(
         device_name(config.device), memory_bytes(config.device, ranks_here), {config.dtype: flops}, moved, launch,
         update_seconds(weights, clock, config.iterations),
-        _packing_rates(clock, config.iterations) if config.device == "cpu" else {},
+        _packing_rate(clock, config.iterations) if config.device == "cpu" else 0.0,
     )  # fmt: skip
 
 
-def _packing_rates(clock: Clock, iterations: int) -> dict[str, float]:
-    """Bytes of float32 per second that a rank quantises and reads back, by code."""
+def _packing_rate(clock: Clock, iterations: int) -> float:
+    """Bytes of float32 per second that a rank quantises and reads back."""
     x = torch.randn(1 << 20)
-
-    def there_and_back(code: str) -> torch.Tensor:
-        return dequantize(quantize(x, code), x.numel(), code)
-
-    return {code: x.nbytes / median_seconds(clock, partial(there_and_back, code), iterations) for code in CODES}
+    return x.nbytes / median_seconds(clock, lambda: dequantize(quantize(x), x.numel()), iterations)
 
 
 def of_model(config: ProfileConfig) -> ProfileConfig:

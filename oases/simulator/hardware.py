@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf, log
 from typing import Annotated
 
-from oases.core.dtypes import CODES, QUANTISED, WIRE_BYTES
+from oases.core.dtypes import QUANTISED, WIRE_BYTES
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
 from oases.limits import short
@@ -18,7 +18,7 @@ from oases.plans.layered import LayeredModel, Model, Work
 from oases.plans.shape import ELEMENT_BYTES, KINDS, AnyKind, ModelShape
 from oases.records import Check, Inline, Name, Number, OneOf, Within
 from oases.simulator.cost import BlockBytes, BlockTimes, Seconds, StackCosts
-from oases.simulator.links import LinkModel, Rate
+from oases.simulator.links import USUAL_RATES, LinkModel, Rate
 from oases.simulator.program import Contention
 
 Count = Annotated[int, Number(least=1)]
@@ -37,7 +37,7 @@ class Device:
     """Accelerator, or one rank's share of a CPU. flops_per_second: achieved by large matmuls, by dtype.
 
     update_seconds: of torch's AdamW for a float32 parameter; 0: unknown. packing_bytes_per_second: of float32 numbers
-    that are quantised and read back, by code; empty: unknown.
+    that are quantised and read back; 0: unknown.
     """
 
     name: str
@@ -46,24 +46,23 @@ class Device:
     bytes_per_second: Rate
     launch_seconds: Seconds = 0.0
     update_seconds: Seconds = 0.0
-    packing_bytes_per_second: Mapping[Annotated[str, OneOf(CODES)], Rate] = field(default_factory=dict)
+    packing_bytes_per_second: Annotated[float, Number("bytes per second", least=0, usual=USUAL_RATES)] = 0.0
 
     def __post_init__(self) -> None:
         if not self.flops_per_second:
             raise UsageError("flops_per_second must be an object from dtype to FLOP/s, such as {'float32': 1e13}")
 
-    def packing_seconds(self, collective: str, num_bytes: float, code: str, ranks: int, sent: float) -> float:
+    def packing_seconds(self, collective: str, num_bytes: float, ranks: int, sent: float) -> float:
         """Seconds to quantise float32 numbers of `num_bytes` for a collective, and to sum and read them back.
 
         In an all-reduce a rank quantises the parts of the others and the sum of its own, and reads back parts of its
-        own from the others and all sums. By the rate of memory where the code's is unknown; sent: bytes.
+        own from the others and all sums. By the rate of memory where its own is unknown; sent: bytes.
         """
         scattered, gathered = 1 - 1 / ranks, 0.5 + 0.5 / ranks
         whole = scattered + gathered
         share = {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, whole)
-        rate = self.packing_bytes_per_second.get(code.partition(":")[0])
-        if rate is not None:
-            return share * num_bytes / rate
+        if self.packing_bytes_per_second:
+            return share * num_bytes / self.packing_bytes_per_second
         return share / whole * 2 * (num_bytes + sent) / self.bytes_per_second
 
     def rate(self, dtype: str) -> float:
@@ -400,9 +399,9 @@ def stack_costs(
             hardware.collective_seconds("all_to_all", model.expert_parallel, each) if each else 0.0 for each in tokens
         )
     names, packing = ("all_reduce", "reduce_scatter", "all_gather"), dict[str, float]()
-    if wire in QUANTISED and tp > 1:
+    if wire == QUANTISED and tp > 1:
         numbers = unit * 4 / model.element_bytes
-        packing = {name: hardware.device.packing_seconds(name, numbers, wire, tp, sent) for name in names}
+        packing = {name: hardware.device.packing_seconds(name, numbers, tp, sent) for name in names}
     if sent != unit and tp > 1 and not packing:
         cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
         times = {kind: each.with_casts(cast) for kind, each in times.items()}

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from oases import records
+from oases.core.dtypes import QUANTISED
 from oases.errors import UsageError
 from oases.files import parse_json, read_text, write_text
+from oases.records import OneOf
 from oases.simulator.hardware import Hardware
 
 FORMAT = "oases hardware"
@@ -72,6 +74,18 @@ def require_distinct(hardware: Hardware, where: str) -> None:
                 "sub-batches; leave one out"
             )
         seen.add(each.key)
+
+
+def _with_one_rate(body: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields with one rate of quantising: older profiles hold one for each code, of which int8's is used."""
+    device = body.get("device")
+    rates = device.get("packing_bytes_per_second") if isinstance(device, dict) else None
+    if not isinstance(rates, dict):
+        return body
+    for name in rates:
+        if wrong := OneOf((QUANTISED, "fp8", "int4")).fault(name):
+            raise UsageError(f"{where}: device: packing_bytes_per_second: a communication dtype {wrong}")
+    return body | {"device": {**body["device"], "packing_bytes_per_second": rates.get(QUANTISED, 0.0)}}
 
 
 def _text_of(path_or_text: str | Path) -> tuple[str, str]:

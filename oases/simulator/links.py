@@ -16,7 +16,8 @@ from oases.simulator.program import Contention
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
 
-Rate = Annotated[float, Number("bytes per second", above=0, usual=(1e3, inf, "not GB/s or Gbit/s"))]
+USUAL_RATES = (1e3, inf, "not GB/s or Gbit/s")
+Rate = Annotated[float, Number("bytes per second", above=0, usual=USUAL_RATES)]
 
 
 @dataclass(frozen=True, slots=True)

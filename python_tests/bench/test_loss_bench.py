@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from oases.cli import main
-from oases.core.dtypes import CODES
 from oases.errors import UsageError
 from oases.kernels.quantized import dequantize, quantize
 from oases_bench.harness import Ranks
@@ -74,18 +73,16 @@ def test_a_models_own_sizes(llama):
         LossBenchConfig(model=str(llama), sequence=8, batch=6).prepared(Ranks(3))
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_every_kernel_that_is_timed(code):
+def test_every_kernel_that_is_timed():
     x = torch.randn(300)
-    found = {name: kernel() for name, kernel in kernels_of(x, code).items()}
-    back = dequantize(found["quantize"], 300, code)
+    found = {name: kernel() for name, kernel in kernels_of(x).items()}
+    back = dequantize(found["quantize"], 300)
     assert torch.equal(found["dequantize"], back)
     torch.testing.assert_close(found["dequantize and sum"], x + back)
-    again = dequantize(found["sum and requantize"], 300, code)
-    assert (again - x - back).norm() < 0.2 * (x + back).norm()
-    assert (found["dequantize, rotated"] - x).norm() < 0.2 * x.norm()
+    again = dequantize(found["sum and requantize"], 300)
+    assert (again - x - back).norm() < 0.02 * (x + back).norm()
 
 
 def test_parts_of_another_size():
     with pytest.raises(ValueError, match="parts of 300 numbers are contiguous rows of 396 bytes"):
-        quantize(torch.ones(300), "int8", parts=torch.zeros(1, 3, dtype=torch.uint8))
+        quantize(torch.ones(300), torch.zeros(1, 3, dtype=torch.uint8))

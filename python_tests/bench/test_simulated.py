@@ -27,7 +27,7 @@ TIMES = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
 LINK, FAST = LinkModel(0.0, 1e6), LinkModel(0.0, 1e8)
 """FAST: takes less for all-to-alls than any machine for compute and all-to-alls."""
 HARDWARE = Hardware(
-    "made up", Device("CPU", 2**30, {"float32": 1e9}, 1e9, packing_bytes_per_second={"int8": 1e7}), 2, LINK, LINK,
+    "made up", Device("CPU", 2**30, {"float32": 1e9}, 1e9, packing_bytes_per_second=1e7), 2, LINK, LINK,
     tuple(MeasuredBlock(kind, 32, 4, 8, "float32", 2, 4.0, TIMES) for kind in ("attention", "mlp")),
 )  # fmt: skip
 

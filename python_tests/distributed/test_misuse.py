@@ -250,7 +250,7 @@ def with_other_wires_of_a_column_parallel_linear():
 
 
 def with_other_wires_of_a_row_parallel_linear():
-    layer = OverlappedRowLinear(4, 4, wire_dtype="fp8" if is_first() else "int4")
+    layer = OverlappedRowLinear(4, 4, wire_dtype="int8" if is_first() else None)
     layer(torch.ones(3, 2))
 
 
@@ -267,27 +267,13 @@ def with_other_wires_of_a_compiled_linear():
     torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(3, 2))
 
 
-def with_other_wires_of_gradients():
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    model.register_comm_hook("int8" if is_first() else "int4", oases.quantized_hook)
-    model(torch.ones(2, 4)).sum().backward()
-
-
 def averaged_by(first, second):
     model = nn.Linear(4, 4)
     GradientAverager([(model.parameters(), dist.group.WORLD)], wire=first if is_first() else second)
 
 
-def with_other_codes_of_averages():
-    averaged_by("int8", "fp8")
-
-
 def with_a_code_of_averages_on_one_rank():
     averaged_by("int8", "")
-
-
-def with_other_options_of_averages():
-    averaged_by("int8", "int8:rotated")
 
 
 def with_other_wires_of_replicas():
@@ -298,7 +284,7 @@ def with_other_wires_of_replicas():
 
 def with_other_wires_of_sharded_gradients():
     unit = FsdpUnit(nn.Linear(4, 4), dist.group.WORLD, dist.group.WORLD, "layer")
-    ShardedGradientAverager([unit], "fp8" if is_first() else "int8").prepare()
+    ShardedGradientAverager([unit], "int8" if is_first() else "").prepare()
 
 
 def with_other_types_of_experts():
@@ -357,7 +343,7 @@ CASES = (
     Misuse(
         with_other_wires_of_a_row_parallel_linear,
         UsageError,
-        "row-parallel linear of 4 -> 4 features: the wire_dtype differs .* fp8 on rank 0, int4 on rank 1",
+        "row-parallel linear of 4 -> 4 features: the wire_dtype differs .* int8 on rank 0, None on rank 1",
     ),
     Misuse(
         with_other_wires_of_a_linear_later,
@@ -366,21 +352,16 @@ CASES = (
     ),
     Misuse(with_other_wires_of_a_compiled_linear, InternalTorchDynamoError, "differs .*int8 on rank 0, None on"),
     Misuse(
-        with_other_codes_of_averages,
+        with_a_code_of_averages_on_one_rank,
         UsageError,
-        "average of gradients: the gradient_wire differs .* int8 on rank 0, fp8 on rank 1",
+        "average of gradients: the gradient_wire differs .* int8 on rank 0, None on rank 1",
     ),
-    Misuse(
-        with_a_code_of_averages_on_one_rank, UsageError, "gradient_wire differs .* int8 on rank 0, None on rank 1"
-    ),
-    Misuse(with_other_options_of_averages, UsageError, "wire differs .* int8 on rank 0, int8:rotated on rank 1"),
     Misuse(with_other_wires_of_replicas, UsageError, "wire differs .* int8 on rank 0, None on rank 1"),
     Misuse(
         with_other_wires_of_sharded_gradients,
         UsageError,
-        "sharded gradients: the gradient_wire differs .* fp8 on rank 0, int8 on rank 1",
+        "sharded gradients: the gradient_wire differs .* int8 on rank 0, None on rank 1",
     ),
-    Misuse(with_other_wires_of_gradients, UsageError, "hook: the wire_dtype differs .* int8 on rank 0, int4 on rank"),
 )
 
 

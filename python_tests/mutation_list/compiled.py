@@ -66,7 +66,7 @@ COMPILED = (
     Mutation(
         "scale_rounded_down",
         "csrc/quantize_math.h",
-        "  if (scale / unit * limit < largest) scale = float_of(bits_of(scale) + 1);\n",
+        "  if (scale / unit * kLargestCode < largest) scale = float_of(bits_of(scale) + 1);\n",
         "",
         ("core/execution/test_wire_bounds.py",),
         "The denormal numbers of a quantised sum are clamped to codes of a scale that is too small, or zeroed.",

@@ -17,7 +17,7 @@ from oases.simulator.program import Contention
 TIMES = BlockTimes(0.01, 0.009, 0.001, 0.008, 0.0095, 0.0005, 0.02, 0.015)
 HARDWARE = Hardware(
     name="two boxes",
-    device=Device("box", 16 << 30, {"float32": 1e12}, 1e11, 5e-6),
+    device=Device("box", 16 << 30, {"float32": 1e12}, 1e11, 5e-6, packing_bytes_per_second=2e9),
     ranks_per_node=2,
     node=LinkModel(1e-5, 1e10),
     cluster=LinkModel(5e-5, 1e9, Contention(1.1, 1.3), (Sample("all_reduce", 4, 1 << 20, 0.002),)),
@@ -66,6 +66,16 @@ def test_what_may_miss():
     assert read.device.launch_seconds == 0
 
 
+@pytest.mark.parametrize(
+    ("rates", "rate"), [({"int8": 3e9, "fp8": 2e9, "int4": 1e9}, 3e9), ({"int4": 1e9}, 0), ({}, 0)]
+)
+def test_rates_of_former_codes_are_read_and_dropped(rates, rate):
+    read = read_hardware(changed(("device", "packing_bytes_per_second"), rates))
+    assert read.device.packing_bytes_per_second == rate
+    assert "int4" not in to_json(read)
+    assert read_hardware(to_json(read)) == read
+
+
 DELETE = object()
 
 
@@ -99,6 +109,8 @@ CLUSTER = ("links", "cluster")
         (("device", "flops_per_second"), {}, ["flops_per_second must be an object"]),
         (("device", "flops_per_second"), {"float32": 35.6}, ["float32 is 35.6", "not TFLOP/s"]),
         (("device", "flops_per_second"), {"fp32": 1e12}, ["'fp32'", "bfloat16"]),
+        (("device", "packing_bytes_per_second"), 3.5, ["packing_bytes_per_second is 3.5", "not GB/s"]),
+        (("device", "packing_bytes_per_second"), {"int2": 1e9}, ["'int2'", "known are int8, fp8, int4"]),
         (("ranks_per_node",), 0, ["ranks_per_node", "at least 1, got 0"]),
         (("ranks_per_node",), True, ["ranks_per_node", "got True"]),
         (("name",), 3, ["name must be a text"]),

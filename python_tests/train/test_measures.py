@@ -17,7 +17,6 @@ from oases.core.execution.group import scheduler_of
 from oases.core.reporting import register
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
-from oases.kernels.quantized import dequantize, quantize
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.simulator import simulate
@@ -331,17 +330,16 @@ class Sender:
 
 def check_whole_report(corpus):
     """A run's report has what was exempted from quantisation, and each sender once."""
-    add_wire(dist.group.WORLD, "int4:rotated")  # before the run's groups, by whose number torch would name it
+    add_wire(dist.group.WORLD)  # before the run's groups, by whose number torch would name it
     plan = stages(1, 2)
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
     scheduler, sender = scheduler_of(trainer.group), Sender(trainer.group)
     register(sender)
     hard = torch.full((128,), 0.49)
-    hard[0] = 7.0  # int4 loses the others; here, of the numbers that are these when they are rotated
-    hard = dequantize(quantize(hard, "int8"), 128, "int8:rotated")
+    hard[0] = 127.0 * (-1) ** dist.get_rank()  # int8 loses the others, and the sum is theirs alone
     with warnings.catch_warnings(action="ignore"):
         for _ in range(64):
-            scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int4:rotated"))
+            scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int8"))
     found = trainer.overlap()
     assert found.exempted["F 4 (stack 78, layer 2, MLP)"] > 0.25
     assert found.sections.count(sender) == 1

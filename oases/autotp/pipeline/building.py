@@ -32,8 +32,8 @@ class PipelineOptions:
     """Options of training in micro-batches. counts: layers of each part; () to balance them by FLOPs.
 
     fsdp, zero: weights, gradients and optimizer state are sharded over the replicas; with zero the weights are whole
-    during a step. dtype: of weights in passes; None: their own. gradient_wire, pipeline_wire: codes of the averages
-    of gradients and of the messages between stages; "" for their own type.
+    during a step. dtype: of weights in passes; None: their own. gradient_wire, pipeline_wire: "int8" for quantised
+    averages of gradients and messages between stages; "" for their own type.
     """
 
     mesh: Mesh

@@ -71,9 +71,9 @@ class OverlappedStack(FailsTogether, nn.Module):
         candidates in the first steps, "off" among them unless overlap is required, and keeps the fastest; later runs
         on the machine repeat these steps to the bit. $OASES_SCHEDULE (oases@2) replaces the schedule "auto".
     recompute: "full" keeps block inputs alone and recomputes the rest; a number does so for the first so many layers.
-    wire_dtype: type in which sums are sent: a floating-point torch.dtype or its name, or "int8", "fp8" or "int4",
-        perhaps with options, which send a byte or half of one per number, with errors (see `oases.core.dtypes`).
-        "auto:lossy" measures bfloat16 and int8 beside the sums' own type in the first steps, with each schedule.
+    wire_dtype: type in which sums are sent: a floating-point torch.dtype or its name, or "int8", which sends a byte
+        per number, with errors. "auto:lossy" measures bfloat16 and int8 beside the sums' own type in the first steps,
+        with each schedule.
     sequence_parallel: between blocks each rank holds its part of the sequence (dimension 1), and a reduce-scatter and
         an all-gather replace each all-reduce; they overlap best with three or more sub-batches. A block with the two
         halves of partial, prepare(x) -> h (its norm) and product(h) -> y, runs the first on that part. combine and
@@ -334,7 +334,7 @@ class OverlappedStack(FailsTogether, nn.Module):
             )  # fmt: skip
             monitor.begin_call(self.label, form, compared(x, inputs, self.calls + 1))
             if isinstance(self.wire_dtype, str):
-                add_wire(cast(ProcessGroup, self.process_group), self.wire_dtype)
+                add_wire(cast(ProcessGroup, self.process_group))
         failures = 0 if monitor is None else monitor.scheduler.failures
         if self._agreed != failures:
             seed, self.calls = agree_on_seed(self.process_group, self.calls)

@@ -74,7 +74,7 @@ def lossy_wires(group: ProcessGroup | None, x: Tensor) -> list[str]:
     """Wires that "auto:lossy" measures for such an activation: those that the group carries, in fewer bytes."""
     types = (torch.float32, torch.bfloat16, torch.float16)
     quantised = group is not None and x.is_cpu and x.dtype in types and carries_codes(group)
-    return [name for name in LOSSY if WIRE_BYTES[name] < x.dtype.itemsize and (name not in QUANTISED or quantised)]
+    return [name for name in LOSSY if WIRE_BYTES[name] < x.dtype.itemsize and (name != QUANTISED or quantised)]
 
 
 def label(schedule: Schedule) -> str:

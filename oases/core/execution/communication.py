@@ -1,16 +1,13 @@
 """Collectives of a schedule's ops: layout and type of the tensors that are sent, also of quantised numbers.
 
-Quantised numbers have 8 or 4 bits each, and an fp32 scale per block of 128; all ranks decode the same sums. Their
-collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`. A quantised wire's type is a
-code, perhaps with options: "int8", "int4:rotated", "int8:rotated:stochastic". rotated: each block is multiplied by
-random signs and a Hadamard matrix first, which spreads outliers over it. stochastic: numbers are rounded up or down
-at random, so that the mean of their errors is 0, and single ones are up to twice as large.
+Quantised numbers, "int8", have 8 bits each, and an fp32 scale per block of 128; all ranks decode the same sums.
+Their collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.core.dtypes import QUANTISED
+from oases.core.dtypes import QUANTISED, WIRE_BYTES
 from oases.core.execution.agreement import Form
 from oases.core.execution.failure import monitor_of
 from oases.core.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
@@ -133,7 +130,7 @@ class Wire:
 
 
 def wire_type(given: WireType | None) -> WireType | None:
-    """A wire_dtype as it is used: a floating-point torch.dtype, the name of a quantised type, or None.
+    """A wire_dtype as it is used: a floating-point torch.dtype, "int8", or None.
 
     Raises ValueError for anything else.
     """
@@ -141,65 +138,58 @@ def wire_type(given: WireType | None) -> WireType | None:
         return _DTYPES[given]
     if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
         return given
-    return quantised_type("wire_dtype", given, "a floating-point type such as torch.bfloat16, ", _DTYPES)
+    names = ", ".join(map(repr, _DTYPES))
+    return quantised_type("wire_dtype", given, f"a floating-point type such as torch.bfloat16, {names}, ")
 
 
-def quantised_type(option: str, given: object, also: str = "", names: Iterable[str] = ()) -> str:
-    """The name of a quantised type. UsageError, with what an option takes besides, for anything else."""
-    if isinstance(given, str) and given in QUANTISED:
-        return given
-    why = ""
-    if isinstance(given, str) and given.startswith("fp8:rotated"):
-        why = ": fp8 has finer steps for small numbers, so rotation only adds to its errors; give 'fp8'"
-    raise UsageError(
-        f"{option} must be {also}one of {', '.join([*names, *QUANTISED])}, or None, got {given!r:.80}{why}"
-    )
+def quantised_type(option: str, given: object, also: str = "") -> str:
+    """The dtype of quantised numbers. UsageError, with what an option takes besides, for anything else."""
+    if given == QUANTISED:
+        return QUANTISED
+    raise UsageError(f"{option} must be {also}{QUANTISED!r} or None, got {given!r:.80}")
 
 
 WIRE_DTYPES: dict[str, WireType | None] = {
     "none": None,
-    **{name: wire_type(name) for name in ("bfloat16", "float16", *QUANTISED)},
+    **{name: wire_type(name) for name in WIRE_BYTES},
 }
 """Communication dtypes by the names that options take."""
 
 
-def add_wire(group: ProcessGroup, code: str) -> str:
-    """Let the group's scheduler send numbers quantised by `code`; return the c10d name of the group that does it.
+def add_wire(group: ProcessGroup) -> str:
+    """Let the group's scheduler send quantised numbers; return the c10d name of the group that does it.
 
-    code: name of a quantised type. Collective over the group where it is new.
-
-    Raises UsageError for a group of whose backends none can be made again.
+    Collective over the group the first time. Raises UsageError for a group of whose backends none can be made again.
     """
     scheduler = scheduler_of(group)
     monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
-    if scheduler.has_wire(code) and _exists(scheduler.wire_group(code)):
-        return cast(str, scheduler.wire_group(code))
+    if scheduler.has_wire(QUANTISED) and _exists(scheduler.wire_group(QUANTISED)):
+        return cast(str, scheduler.wire_group(QUANTISED))
     carriers = _carriers_of(group)
     if not carriers:
         raise UsageError(
-            f"wire_dtype {code!r} needs a group with a backend of which another can be made, such as gloo, staged or "
-            f"nccl, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
+            f"wire_dtype {QUANTISED!r} needs a group with a backend of which another can be made, such as gloo, "
+            f"staged or nccl, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
         )
-    over = "_".join(backend for backend, _ in carriers.values())
-    name = f"oases_{code.replace(':', '_')}_over_{over}"  # c10d splits names at colons
+    name = f"oases_{QUANTISED}_over_{'_'.join(backend for backend, _ in carriers.values())}"
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, partial(_quantised, carriers, code), devices=list(carriers))
-    with _named(group, code):
+        dist.Backend.register_backend(name, partial(_quantised, carriers), devices=list(carriers))
+    with _named(group):
         made = dist.new_group(
             dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
         )
-    scheduler.add_wire(code, made.group_name)
-    return cast(str, scheduler.wire_group(code))
+    scheduler.add_wire(QUANTISED, made.group_name)
+    return cast(str, scheduler.wire_group(QUANTISED))
 
 
 @contextmanager
-def _named(group: ProcessGroup, code: str) -> Iterator[None]:
+def _named(group: ProcessGroup) -> Iterator[None]:
     """Context in which torch gives the group of a wire a name that none had.
 
     torch names it by its ranks and the number of groups there are, so that it has the name of an older group where
     another one was destroyed meanwhile. The store counts the wires of each name: all ranks add one for each.
     """
-    key = f"oases wire {code} over {group.group_name}"
+    key = f"oases wire {QUANTISED} over {group.group_name}"
     count = dist.distributed_c10d._get_default_store().add(key, 1)
     unique = hashlib.sha1(f"{key} {(count - 1) // group.size()}".encode(), usedforsecurity=False).hexdigest()
     names: Any = dist.distributed_c10d
@@ -234,10 +224,10 @@ def _carriers_of(group: ProcessGroup) -> _Carriers:
     return {device: found[device] for device in first + others[:1]}
 
 
-def _quantised(carriers: _Carriers, code: str, store: dist.Store, *arguments: Any) -> Any:
+def _quantised(carriers: _Carriers, store: dist.Store, *arguments: Any) -> Any:
     """Backend over one of each kind; arguments: rank, size and timeout."""
     made = {device: create(dist.PrefixStore(device, store), *arguments) for device, (_, create) in carriers.items()}
-    return QuantizedBackend(made.pop("cpu", None), code, next(iter(made.values()), None))
+    return QuantizedBackend(made.pop("cpu", None), next(iter(made.values()), None))
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
@@ -259,17 +249,21 @@ def form_of_input(x: Tensor) -> Form:
 def agreed_group(
     group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype", about: Form = ()
 ) -> str:
-    """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
+    """Name of the group that runs a caller's collectives: the one named, or its wire's, see `add_wire`.
 
-    Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
-    the tensors. option: what the code was given as. about: more to compare, once for each value, so that inputs of
-    varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
+    code: "int8" or None. Collective: the ranks compare what they give for this caller before anything is sent.
+    device: type of the tensors. option: what the code was given as. about: more to compare, once for each value, so
+    that inputs of varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where
+    they differ.
     """
     group = group_of(group_name)
     assert group is not None
     monitor = monitor_of(group, scheduler_of(group), torch.device(device))
     monitor.begin_call(caller, (option, code, *about), about=about)
-    return group_name if code is None else add_wire(group, code)
+    if code is None:
+        return group_name
+    quantised_type(option, code)
+    return add_wire(group)
 
 
 def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:

@@ -29,7 +29,7 @@ def own_ranks():
 
 def check_sum(group):
     scheduler = scheduler_of(group)
-    add_wire(group, "int8")
+    add_wire(group)
     x = torch.full((300,), 1.0 + dist.get_rank())
     scheduler.wait(scheduler.all_reduce(x, "carried", wire="int8"))
     assert torch.equal(x, torch.full((300,), 3.0))
@@ -65,7 +65,7 @@ def check_inference(mode):
     """Sums of both types and an all-to-all of tensors that autograd, or inference mode, guards on other threads."""
     group, rank = dist.new_group(backend="gloo"), dist.get_rank()
     scheduler = scheduler_of(group)
-    add_wire(group, "int8")
+    add_wire(group)
     with mode():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.full((300,), 1.0 + rank, dtype=dtype, requires_grad=mode is torch.no_grad)
@@ -88,7 +88,7 @@ def test_leaves_and_inference_tensors(own_ranks, mode):
 @pytest.mark.parametrize("splits", [[], [1, 1], [1, 2, 0]])
 def test_parts_that_do_not_cut_the_tensor_are_refused(splits):
     """Otherwise the rest of the output would keep what its memory held."""
-    backend = QuantizedBackend(single_process_backend(0, 2), "int8")
+    backend = QuantizedBackend(single_process_backend(0, 2))
     whole, equal = torch.zeros(3), torch.zeros(4)
     for output, of_output, given, of_input in ((whole, splits, equal, []), (equal, [], whole, splits)):
         with pytest.raises(RuntimeError, match=r"does not divide equally|Split sizes|Number of tensor splits"):
@@ -113,7 +113,7 @@ def check_fake():
     assert not carries_codes(group)
     assert lossy_wires(group, torch.ones(3)) == ["bfloat16"]
     with pytest.raises(UsageError, match=r"'int8' needs a group with a backend .* gloo, staged or nccl, got .*fake"):
-        add_wire(group, "int8")
+        add_wire(group)
 
 
 def test_a_group_that_cannot_carry_bytes(two_ranks):
@@ -128,7 +128,7 @@ def serve(rank, port, how, backend, connection):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
     group = dist.new_group(backend=backend, timeout=timeout)
     scheduler = scheduler_of(group)
-    add_wire(group, "int8")
+    add_wire(group)
     scheduler.wait(scheduler.all_reduce(torch.ones(1000), "F 1.0 (stack 0, layer 0, MLP)", wire="int8"))
     try:
         if rank < 2 or how == "dies":
