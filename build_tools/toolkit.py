@@ -59,7 +59,18 @@ class Toolkit:
             targets.append(f"-gencode=arch=compute_{name},code=compute_{name}")
         if self.host:
             targets.append(f"-ccbin={self.host}")
-        options = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets)
+        options = (
+            "-std=c++17",
+            "-O3",
+            f"-I{objects.ROOT / 'csrc'}",
+            "-Xcompiler",
+            "-fPIC",
+            "--cudart",
+            "static",
+            "-Xptxas",
+            "-v",
+            *targets,
+        )
         return Unit(source, self.folder / f"{source.stem}.o", (self.nvcc, *options), f"nvcc {self.release}: ")
 
     def link_arguments(self) -> list[str]:
