@@ -22,7 +22,7 @@ def why_unfit(name: str, torch_version: str) -> str:
 
 
 def mismatch(extension: Path, torch_version: str) -> str:
-    """How the minor version of torch differs from that of an extension's file; "" where it does not."""
+    """Say that an extension's file was built against another minor version of torch; "" where it was not."""
     found = BUILT_AGAINST.search(extension.read_bytes())
     if found is None:
         return f"{extension} does not say which torch it was built against; build oases again"

@@ -93,9 +93,8 @@ def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_told(no_build, caps
 @pytest.mark.slow
 def test_a_file_linked_for_another_torch_is_linked_again(tmp_path):
     """setuptools compares times alone, and that file may be newer than the objects for this torch."""
-    libraries = [
-        tmp_path / name / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}" for name in ("oases", "oases_staged")
-    ]
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    libraries = [tmp_path / package / name for package in ("oases", "oases_staged")]
     for library in libraries:
         library.parent.mkdir()
         library.write_bytes(b"")

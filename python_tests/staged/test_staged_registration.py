@@ -37,7 +37,7 @@ def said(script: str, folder: Path, *path: Path) -> str:
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+    return done.stdout or done.stderr
 
 
 @pytest.mark.few(1, 4)
