@@ -82,7 +82,7 @@ LINES = {
     "oases_staged": 116,
     "oases_svm": 2_067,
     "oases_train": 4_484,
-    "python_tests": 49_744,
+    "python_tests": 49_747,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
 PATCHES = 24
