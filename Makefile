@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
-CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_tools/*.py)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/staged/* csrc/svm/*) $(wildcard build_tools/*.py)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/staged/*.h csrc/staged/*.cpp csrc/staged/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/staged/*.h cpp_tests/staged/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests would compile the same files again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
@@ -79,12 +79,15 @@ build:
 build-tests:
 	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built $(VENV)/tests
 
+# torch without what registers with it, which may be an older oases, or one whose folder was moved.
+ALONE := TORCH_DEVICE_BACKEND_AUTOLOAD=0
+
 # A venv that sees the torch of $(PYTHON) where that has one, and a torch of its own where it has none.
 $(VENV)/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "oases needs Python 3.10 or later; give one with make PYTHON=..."; exit 2; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || { echo "oases needs a C++ compiler; install g++ (Debian: apt-get install g++)"; exit 2; }
-	@test -x $(PY) || { $(PYTHON) -c 'import torch' 2>/dev/null && $(PYTHON) -m venv --system-site-packages $(VENV); } || $(PYTHON) -m venv $(VENV)
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)' setuptools; }
+	@test -x $(PY) || { $(ALONE) $(PYTHON) -c 'import torch' 2>/dev/null && $(PYTHON) -m venv --system-site-packages $(VENV); } || $(PYTHON) -m venv $(VENV)
+	@$(ALONE) $(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)' setuptools; }
 	@touch $@
 
 $(VENV)/installed: requirements.txt $(VENV)/torch
@@ -156,4 +159,4 @@ dist: $(VENV)/release
 	$(PY) -m twine check --strict dist/*
 
 clean:
-	rm -rf build dist *.egg-info oases/*.so $(VENV)/built $(VENV)/compiled
+	rm -rf build dist *.egg-info oases/*.so oases_staged/*.so $(VENV)/built $(VENV)/compiled

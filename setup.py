@@ -1,8 +1,8 @@
-"""Build the extension `oases._C` against the torch that is installed, and `oases._svm`, which is without torch.
+"""Build `oases._C` and `oases_staged._C` against the torch that is installed, and `oases._svm`, which is without.
 
 Everything else is in pyproject.toml.
 
-torch's headers cost more to compile than csrc, so csrc is compiled as two units, each of which includes many of its
+torch's headers cost more to compile than csrc, so csrc is compiled as three units, each of which includes many of its
 files; $OASES_UNITY=0 makes an object of each file, for work on one of them. Kernels are compiled beside them where
 there is an nvcc (build_tools/cuda_build.py), whatever torch is installed: a CPU torch will do. A CUDA torch without
 them is an error, unless $OASES_CUDA is 0.
@@ -25,14 +25,17 @@ from build_tools.objects import BUILD, ROOT, CompileError, Unit, compile_units, 
 from build_tools.toolkit import Toolkit
 
 CSRC = ROOT / "csrc"
+FOLDERS = {"core": CSRC, "staged": CSRC / "staged"}
+"""Sources of the two extensions with torch, by the name of their unit."""
 ALONE = ("bindings.cpp",)  # half of the work: pybind11
 LIBRARIES = ["c10", "torch", "torch_cpu", "torch_python"]
 
 
 class Objects:
-    """The objects of both extensions. Imports torch, which an sdist is made without."""
+    """The objects of the extensions. Imports torch, which an sdist is made without."""
 
     def __init__(self) -> None:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # what registers may be broken, or an older oases
         import torch
         from torch.utils.cpp_extension import get_cxx_compiler, include_paths
 
@@ -45,19 +48,19 @@ class Objects:
             *headers, "-isystem", sysconfig.get_path("include"), *shlex.split(os.environ.get("CXXFLAGS", "")),
         )  # fmt: skip
 
-    def core(self, cuda: bool) -> list[Unit]:
-        """Units of `oases._C`, without its kernels."""
+    def with_torch(self, name: str, folder: Path, cuda: bool) -> list[Unit]:
+        """Units of an extension with sources in `folder`, without kernels. name: of its objects' folder."""
         options = ["-O2", f"-DOASES_TORCH_VERSION={self.torch.__version__}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         command = (*self.compiler, *options, *(["-DOASES_WITH_CUDA"] if cuda else []))
-        sources = sorted(CSRC.glob("*.cpp"))
+        sources = sorted(folder.glob("*.cpp"))
         if os.environ.get("OASES_UNITY") != "0":
             alone = [path for path in sources if path.name in ALONE]
-            sources = [self.unity("core", [path for path in sources if path not in alone]), *alone]
-        return [Unit(path, self.folder / f"{path.stem}.o", command) for path in sources]
+            sources = [self.unity(name, [path for path in sources if path not in alone]), *alone]
+        return [Unit(path, self.folder / name / f"{path.stem}.o", command) for path in sources]
 
     def unity(self, name: str, sources: Sequence[Path]) -> Path:
         """Path of a file that includes `sources`; written anew only where they are others."""
-        path = self.folder / f"{name}.cpp"
+        path = self.folder / name / f"{name}.cpp"
         text = "".join(f'#include "{source}"\n' for source in sources)
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,7 @@ class Objects:
 
 
 class Build(build_ext):
-    """Compiles the objects of both extensions at once; setuptools links them."""
+    """Compiles the objects of all extensions at once; setuptools links them."""
 
     def build_extensions(self) -> None:
         """Without kernels where they do not compile, torch has no CUDA and $OASES_CUDA does not ask for them."""
@@ -100,14 +103,20 @@ class Build(build_ext):
         """Compile all objects and hand them to the extensions. Raises CompileError."""
         from torch.utils.cpp_extension import library_paths
 
-        core, svm = objects.core(toolkit is not None), objects.svm()
+        cuda = toolkit is not None
+        core, staged = (objects.with_torch(name, folder, cuda) for name, folder in FOLDERS.items())
         kernels = [] if toolkit is None else kernel_units(toolkit)
-        compile_units([*core, *svm, *kernels])
-        c, c_svm = self.extensions
-        c.extra_objects = [str(unit.target) for unit in core + kernels]
-        c_svm.extra_objects = [str(unit.target) for unit in svm]
-        c.libraries, c.library_dirs = LIBRARIES, library_paths()
-        c.extra_link_args = [] if toolkit is None else toolkit.link_arguments()
+        svm = objects.svm()
+        compile_units([*core, *staged, *svm, *kernels])
+        in_staged = [unit for unit in kernels if unit.source.parent == FOLDERS["staged"]]
+        in_core = [unit for unit in kernels if unit not in in_staged]
+        in_staged += [unit for unit in kernels if unit.source.stem == "device"]  # sets the device of its own runtime
+        parts = (core + in_core, staged + in_staged, svm)
+        for extension, units in zip(self.extensions, parts, strict=True):
+            extension.extra_objects = [str(unit.target) for unit in units]
+        for extension in self.extensions[:2]:
+            extension.libraries, extension.library_dirs = LIBRARIES, library_paths()
+            extension.extra_link_args = [] if toolkit is None else toolkit.link_arguments()
 
 
 def description() -> str:
@@ -119,6 +128,6 @@ setup(
     long_description=description(),
     long_description_content_type="text/markdown",
     install_requires=dependencies(),
-    ext_modules=[Extension(name, [], language="c++") for name in ("oases._C", "oases._svm")],
+    ext_modules=[Extension(name, [], language="c++") for name in ("oases._C", "oases_staged._C", "oases._svm")],
     cmdclass={"build_ext": Build},
 )

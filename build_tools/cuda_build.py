@@ -1,4 +1,4 @@
-"""Compile csrc/*.cu with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
+"""Compile the kernels of csrc/ with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
 
 build_tools/toolkit.py has the variables that choose nvcc and architectures. $OASES_CUDA: 0 leaves CUDA out, 1 makes
 its absence an error, as a torch with CUDA does. Objects lie in build/cuda/<architectures>, each beside the log of its
@@ -15,8 +15,8 @@ from build_tools.toolkit import LINK_ONLY, NoCudaError, Toolkit, find_toolkit, g
 
 
 def kernel_units(toolkit: Toolkit) -> list[Unit]:
-    """Every csrc/*.cu as a unit to compile."""
-    return [toolkit.unit(source) for source in sorted((objects.ROOT / "csrc").glob("*.cu"))]
+    """Every *.cu of csrc/ as a unit to compile."""
+    return [toolkit.unit(source) for source in sorted((objects.ROOT / "csrc").rglob("*.cu"))]
 
 
 def wanted_toolkit(torch_cuda: str | None) -> Toolkit | None:

@@ -59,8 +59,9 @@ class Toolkit:
             targets.append(f"-gencode=arch=compute_{name},code=compute_{name}")
         if self.host:
             targets.append(f"-ccbin={self.host}")
-        options = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets)
-        return Unit(source, self.folder / f"{source.stem}.o", (self.nvcc, *options), f"nvcc {self.release}: ")
+        options = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v")
+        command = (self.nvcc, *options, f"-I{objects.ROOT / 'csrc'}", *targets)
+        return Unit(source, self.folder / f"{source.stem}.o", command, f"nvcc {self.release}: ")
 
     def link_arguments(self) -> list[str]:
         """The runtime, linked statically: the extension then loads where there is no driver.

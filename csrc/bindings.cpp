@@ -1,5 +1,4 @@
 // The only file that names pybind11: the scheduler and the sim backend for Python. Ops go by torch.library.
-#include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -7,15 +6,14 @@
 #include <string_view>
 
 #include "experts.h"
+#include "extension.h"
 #include "kernels.h"
-#include "nodes_backend.h"
 #include "pieces.h"
 #include "quantize_kernels.h"
 #include "quantized_backend.h"
 #include "scheduler.h"
 #include "sim_backend.h"
 #include "single_process_backend.h"
-#include "staged_backend.h"
 
 namespace py = pybind11;
 using oases::OverlapScheduler;
@@ -23,17 +21,11 @@ using oases::QuantizedBackend;
 
 namespace {
 
-// Passed without quotes, because build systems quote differently.
-#define OASES_TEXT_OF(x) #x
-#define OASES_TEXT(x) OASES_TEXT_OF(x)
-
 constexpr std::string_view kPrefix = "oases was built against torch ";
-// oases/extension.py finds this text in the file before it loads it.
-__attribute__((used)) const char kBuilt[] = "oases was built against torch " OASES_TEXT(OASES_TORCH_VERSION);
 
 py::dict build_info() {
   py::dict info;
-  info["torch"] = kBuilt + kPrefix.size();
+  info["torch"] = oases::kBuilt + kPrefix.size();
 #ifdef OASES_WITH_CUDA
   info["cuda"] = true;
   info["nvcc"] = oases::cuda::nvcc_version();
@@ -164,11 +156,7 @@ void register_pieces(py::module_& module) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of oases: the overlap scheduler, the sim backend and the torch.library ops.";
-  oases::join_thread = [](std::thread& thread) {
-    if (!Py_IsInitialized() || !PyGILState_Check()) return thread.join();
-    const py::gil_scoped_release released;
-    thread.join();
-  };
+  oases::join_threads_without_lock();
 
   py::class_<oases::TicketRecord>(module, "TicketRecord",
                                   "Cost of one collective; times in monotonic seconds.")
@@ -294,37 +282,6 @@ PYBIND11_MODULE(_C, module) {
 
   module.attr("QUANTIZED_BLOCK") = oases::kQuantizedBlock;
   module.def("quantized_bytes", &oases::packed_bytes, py::arg("numel"), "Bytes of so many packed numbers.");
-  py::class_<oases::StagedBackend, c10d::Backend, c10::intrusive_ptr<oases::StagedBackend>>(
-      module, "StagedBackend", "A backend for the ranks of one machine, through shared memory.")
-      .def_property_readonly("timeout", &oases::StagedBackend::timeout);
-  module.def(
-      "staged_backend",
-      torch::wrap_pybind_function_no_gil([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                            std::chrono::milliseconds timeout,
-                                            std::vector<int64_t> names) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<oases::StagedBackend>(store, rank, size, timeout, std::move(names));
-      }),
-      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-      py::arg("names") = std::vector<int64_t>{},
-      "A backend for the ranks of one machine, through shared memory; all ranks make it together. names: by "
-      "which errors call them.");
-  module.def(
-      "nodes_backend",
-      [](const c10::intrusive_ptr<c10d::Backend>& whole,
-         const c10::intrusive_ptr<oases::StagedBackend>& local,
-         std::vector<std::vector<int64_t>> ranks) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<oases::NodesBackend>(whole, local, std::move(ranks));
-      },
-      py::arg("whole"), py::arg("local"), py::arg("ranks"),
-      "A backend over several machines: by `local` within each, and by messages of `whole` between them.");
-  module.def(
-      "register_stream_words",
-      [](const std::string& type, const py::capsule& words) {
-        oases::register_stream_words(c10::Device(type).type(), words.get_pointer<oases::StreamWords>());
-      },
-      py::arg("type"), py::arg("words"),
-      "Let `staged` move tensors of a type of device, by an oases::StreamWords that lives as long as the "
-      "process.");
 
   py::class_<Costs>(module, "ExpertCosts", "Cost model of a layer of experts; see oases.moe.costs.")
       .def(py::init<>())

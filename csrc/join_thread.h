@@ -5,7 +5,7 @@
 
 namespace oases {
 
-// bindings.cpp replaces it by one that gives up Python's lock meanwhile.
+// extension.h replaces it by one that gives up Python's lock meanwhile.
 inline void (*join_thread)(std::thread&) = [](std::thread& thread) { thread.join(); };
 
 }  // namespace oases

@@ -94,15 +94,6 @@ void set_device(int device);
 // Keeps the stream busy for so long: a link's time, for the `sim` backend.
 void occupy(int64_t nanoseconds, void* stream);
 
-// ---- words of host memory, for the `staged` backend; throw where the driver refuses
-
-// Memory of this process that all devices may use, from the start of a page on.
-void register_memory(void* memory, int64_t bytes);
-void unregister_memory(void* memory);
-// In the order of the stream. A wait holds the stream until the word has come to `value` or beyond, modulo 2^32.
-void write_word(uint32_t* word, uint32_t value, void* stream);
-void wait_for_word(const uint32_t* word, uint32_t value, void* stream);
-
 void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors, void* stream);
 int64_t norm_backward_blocks(const NormEpilogue& epilogue, const NormBackward& tensors);
 void norm_backward(const NormEpilogue& epilogue, const NormBackward& tensors, void* stream);

@@ -1,7 +1,8 @@
 """Overlapped tensor parallelism for PyTorch: train large transformers on commodity servers."""
 
-import sys
 from typing import TYPE_CHECKING, Any
+
+from oases.after_import import after_import
 
 __version__ = "0.2.0"
 
@@ -108,23 +109,8 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
-def _register_backends() -> None:
-    """Make the backend `staged` known to torch.distributed; the extension is loaded when a group is made.
-
-    torch calls this at the end of its own import, where oases is installed (pyproject.toml).
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available() or "staged" in dist.Backend.backend_list:
-        return
-
-    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        from oases.core.execution.group import make_staged
-
-        return make_staged(store, rank, size, timeout)
-
-    dist.Backend.register_backend("staged", create, devices=["cpu", "cuda"])
+def _register_backend(_torch: Any) -> None:
+    import oases_staged  # noqa: F401
 
 
-if "torch" in sys.modules:
-    _register_backends()
+after_import("torch", _register_backend)

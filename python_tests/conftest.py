@@ -15,8 +15,8 @@ import oases.terminal
 from oases.launch import fork_server
 from oases.testing import RankPool
 
-RANKS_OVER = os.environ.get("OASES_TEST_BACKEND", "staged")
-"""Backend of the pools that tests share. Those of links and of gloo start ranks, or make groups, over gloo."""
+RANKS_OVER = os.environ.get("OASES_TEST_BACKEND", "gloo")
+"""Backend of the pools that tests share."""
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 fork_server.MODULES += [
@@ -75,8 +75,11 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks_of_gloo() -> Iterator[RankPool]:
+def two_ranks_of_gloo(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Ranks whose backend sums sparse gradients, as DDP asks it to."""
+    if RANKS_OVER == "gloo":
+        yield request.getfixturevalue("two_ranks")
+        return
     with RankPool(2) as pool:
         pool.run(poll_often)
         yield pool

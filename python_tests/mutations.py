@@ -30,7 +30,7 @@ from rich.table import Table  # noqa: E402
 from oases.terminal import console, progress  # noqa: E402
 
 COPY = ROOT / "build" / "mutations"
-BUILT = ("build", "oases/_C*.so", "oases/_svm*.so")
+BUILT = ("build", "oases/_C*.so", "oases/_svm*.so", "oases_staged/_C*.so")
 """Products of a build of the copy, from its root."""
 TEST_SECONDS = 300
 """Time limit of a test: a mutation may make ranks wait for ever."""
@@ -113,8 +113,9 @@ def update_copy(*, build: bool) -> None:
     if build or (COPY / "build").is_dir():
         compile_copy()
         return
-    for library in (ROOT / "oases").glob("*.so"):
-        shutil.copy2(library, COPY / "oases")
+    for pattern in BUILT[1:]:
+        for library in ROOT.glob(pattern):
+            shutil.copy2(library, COPY / library.relative_to(ROOT))
 
 
 def compile_copy() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from build_tools import backend, dependencies, objects
-from oases.extension import BUILT_AGAINST
+from oases_staged.built import BUILT_AGAINST
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,10 +93,12 @@ def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_told(no_build, caps
 @pytest.mark.slow
 def test_a_file_linked_for_another_torch_is_linked_again(tmp_path):
     """setuptools compares times alone, and that file may be newer than the objects for this torch."""
-    library = tmp_path / "oases" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    library.parent.mkdir()
-    library.write_bytes(b"")
-    os.utime(library, (2**32, 2**32))
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    libraries = [tmp_path / package / name for package in ("oases", "oases_staged")]
+    for library in libraries:
+        library.parent.mkdir()
+        library.write_bytes(b"")
+        os.utime(library, (2**32, 2**32))
     command = [
         sys.executable,
         "setup.py",
@@ -109,9 +111,10 @@ def test_a_file_linked_for_another_torch_is_linked_again(tmp_path):
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = BUILT_AGAINST.search(library.read_bytes())
-    assert found is not None
-    assert found[1].decode() == torch.__version__
+    for library in libraries:
+        found = BUILT_AGAINST.search(library.read_bytes())
+        assert found is not None
+        assert found[1].decode() == torch.__version__
 
 
 def test_an_object_is_older_than_a_source_saved_while_it_compiles(tmp_path):

@@ -106,7 +106,7 @@ def test_the_figures_of_readme_are_those_of_its_run(path):
 def test_classes_and_files_that_a_page_names_exist(page):
     files = [
         path
-        for folder in ("oases", "oases_sparse", "oases_svm", "oases_train", "csrc")
+        for folder in ("oases", "oases_sparse", "oases_staged", "oases_svm", "oases_train", "csrc")
         for path in (ROOT / folder).rglob("*.*")
     ]
     sources = (path.read_text() for path in files if path.suffix in (".py", ".cpp", ".h", ".cu"))

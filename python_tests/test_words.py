@@ -10,6 +10,7 @@ FOLDERS = (
     "oases",
     "oases_bench",
     "oases_sparse",
+    "oases_staged",
     "oases_svm",
     "oases_train",
     "benchmarks",

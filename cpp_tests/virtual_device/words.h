@@ -5,7 +5,7 @@
 #include <chrono>
 #include <thread>
 
-#include "../../csrc/stream_words.h"
+#include "../../csrc/staged/stream_words.h"
 #include "operators.h"
 
 namespace virtual_device {

@@ -67,9 +67,10 @@ def _tried(groups: list[ProcessGroup], at: int, device: torch.device) -> tuple[P
     trial, why = None, "staged cannot join other ranks of the mesh"
     try:
         trial = _again(groups[at], "staged")
-        found = _seconds([groups[at], trial], device)
-    except UsageError as error:  # of all ranks of the group: it cannot join them
+    except ValueError as error:  # of all ranks of the group: it cannot join them
         found, why = [0.0, math.inf], str(error).splitlines()[0]
+    else:
+        found = _seconds([groups[at], trial], device)
     for group in groups:
         found = [max(of) for of in zip(*all_gather_objects(found, group), strict=True)]
     own, staged = found

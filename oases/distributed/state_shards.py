@@ -8,18 +8,14 @@ back. Shards that reach `save` or `load` as plain tensors are refused.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from oases.after_import import after_import
 from oases.core.blocks.sharding import Cut, cuts, holders
 from oases.core.execution.group import group_of, group_rank, group_size
 from oases.errors import UsageError
@@ -206,42 +202,6 @@ def install(registered: Registered) -> None:
 
 
 _installed = False
-
-
-class _AfterImport(MetaPathFinder, Loader):
-    """Finder and loader of one module that calls a function on it once it is loaded."""
-
-    def __init__(self, name: str, function: Callable[[Any], None]) -> None:
-        self._name, self._function = name, function
-        self._loader: Any = None
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Spec of the module with this object as its loader."""
-        if fullname != self._name or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to the module's own loader."""
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Load the module, then call the function."""
-        self._loader.exec_module(module)
-        self._function(module)
-
-
-def after_import(name: str, function: Callable[[Any], None]) -> None:
-    """Call a function on a module: now if it is loaded, else as soon as it is."""
-    if name in sys.modules:
-        function(sys.modules[name])
-    else:  # importing it takes as long as all of oases, and most runs do not need it
-        sys.meta_path.insert(0, _AfterImport(name, function))
 
 
 def _replace_state_dicts(module: Any) -> None:

@@ -49,9 +49,8 @@ def to_json(hardware: Hardware) -> str:
 
 def hardware_of(data: Any, where: str) -> Hardware:
     """Parse the data of a profile. Raises UsageError with the field and the remedy."""
-    hardware = records.read(
-        Hardware, records.body(data, FORMAT, VERSION, where, _REMEDY, "a hardware profile"), where, _REMEDY
-    )
+    body = _with_one_rate(records.body(data, FORMAT, VERSION, where, _REMEDY, "a hardware profile"), where)
+    hardware = records.read(Hardware, body, where, _REMEDY)
     require_distinct(hardware, where)
     return hardware
 

@@ -55,8 +55,6 @@ class Backend:
         """Register the backend with torch.distributed; return the name for init_process_group."""
         if self.name == "sim":
             _register_sim(self)
-        if self.name == "staged":
-            import oases.extension  # noqa: F401  (registers it)
         # NCCL does not take CPU tensors, in which ranks exchange times and settings.
         return "cpu:gloo,cuda:nccl" if self.name == "nccl" else self.name
 

@@ -1,8 +1,8 @@
 """Build of the CUDA kernels, or without them, with a shell script as nvcc (conftest.py); the build information."""
 
 import os
-import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ import torch
 import oases
 from build_tools import cuda_build, objects, toolkit
 from oases import cli
-from oases.errors import ExtensionError
-from oases.extension import build_info, build_text, check_torch
+from oases.extension import build_info, build_text
+from oases_staged.built import mismatch, why_unfit
 
 pytestmark = pytest.mark.usefixtures("tree")
 
@@ -212,16 +212,25 @@ def test_a_torch_without_cuda_needs_one_architecture_to_link(nvcc, monkeypatch):
 def test_another_torch_is_refused_in_a_sentence(tmp_path):
     extension = tmp_path / "_C.so"
     extension.write_bytes(b"\x7fELF..oases was built against torch 2.13.0+cpu\0..")
-    check_torch(extension, "2.13.1+cu130")
+    assert mismatch(extension, "2.13.1+cu130") == ""
     for other in ("2.12.1+cpu", "2.14.0", "3.13.0", "2.1.3"):
-        with pytest.raises(
-            ExtensionError, match=rf"built against torch 2\.13\.0\+cpu, but torch {re.escape(other)} is"
-        ):
-            check_torch(extension, other)
+        assert f"built against torch 2.13.0+cpu, but torch {other} is" in mismatch(extension, other)
     extension.write_bytes(b"\x7fELF")
-    with pytest.raises(ExtensionError, match="does not say which torch"):
-        check_torch(extension, "2.13.0")
-    check_torch(Path(oases._C.__file__), torch.__version__)
+    assert "does not say which torch" in mismatch(extension, "2.13.0")
+    for name in ("oases._C", "oases_staged._C"):
+        assert why_unfit(name, torch.__version__) == ""
+        assert "build oases again" in why_unfit(name, "2.1.3")
+    assert "oases._Missing is not compiled for this Python; run make build" in why_unfit("oases._Missing", "2.13.0")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("extension", "error"), [("oases.extension", "ExtensionError"), ("oases_staged.extension", "ImportError")]
+)
+def test_an_extension_for_another_torch_is_not_loaded(extension, error):
+    script = f"import torch; torch.__version__ = '2.1.3'; import {extension}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert f"{error}: oases was built against torch " in done.stderr
 
 
 def test_a_driver_that_is_too_old_is_named(tmp_path):

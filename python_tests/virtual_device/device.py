@@ -108,7 +108,7 @@ def _backend(store, rank, size, timeout):
 
 def staged_group() -> dist.ProcessGroup:
     """Make a group of all ranks that moves tensors of the device by the backend `staged`. Collective."""
-    from oases.extension import register_stream_words
+    from oases_staged.extension import register_stream_words
 
     if ON_GPUS:
         return dist.new_group(backend="cpu:gloo,cuda:staged", timeout=TIMEOUT)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.after_import import after_import
 from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
 from oases.autotp.preconditions import require_alike
 from oases.autotp.pretrained import save_pretrained
@@ -24,7 +25,7 @@ from oases.core.execution.group import ProcessGroup, group_name, group_of, group
 from oases.distributed.mesh import mesh_of, run_of
 from oases.distributed.replicas import replicas_of
 from oases.distributed.shard_map import ModelTensor, raise_together, tensors_of_model
-from oases.distributed.state_shards import StateShard, after_import
+from oases.distributed.state_shards import StateShard
 from oases.errors import UsageError
 
 

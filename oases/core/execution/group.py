@@ -1,4 +1,4 @@
-"""Process groups: size, rank, c10d name and overlap scheduler of a tensor-parallel group, and the backend `staged`.
+"""Process groups: size, rank, c10d name and overlap scheduler of a tensor-parallel group.
 
 A group is always an argument. `None` means the default group, or a group of one where torch.distributed is not
 initialised; with a group of one every layer is the ordinary torch layer.
@@ -6,19 +6,14 @@ initialised; with a group of one every layer is the ordinary torch layer.
 
 from __future__ import annotations
 
-import os
-import socket
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from oases.errors import UsageError
-from oases.extension import OverlapScheduler, nodes_backend, staged_backend
+from oases.extension import OverlapScheduler
 
 ProcessGroup = dist.ProcessGroup
 _T = TypeVar("_T")
@@ -132,44 +127,3 @@ def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
             f"degrees that divide it: {', '.join(map(str, fits))}"
         )
     return size // parts
-
-
-def make_staged(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make the backend `staged` of a group: shared memory within a node, and sockets between nodes. Collective.
-
-    Nodes are those of the launcher: torchrun, like oases, gives their number in GROUP_RANK and their ranks in
-    LOCAL_WORLD_SIZE. Without these the ranks are taken to be on one machine, where the backend looks for itself.
-    UsageError, on all ranks, where a node has another number of the group's ranks than others; DistBackendError where
-    a rank does not come within the timeout.
-    """
-    if os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE")):
-        return staged_backend(store, rank, size, timeout)
-    nodes = _nodes(store, rank, size, timeout)
-    if len(nodes) == 1:
-        return staged_backend(store, rank, size, timeout)
-    counts = [len(ranks) for ranks in nodes]
-    if len(set(counts)) > 1:
-        raise UsageError(
-            f"staged joins as many ranks of each node, and this group has {', '.join(map(str, counts))} of them; use "
-            "gloo for it"
-        )
-    whole = ProcessGroupGloo(dist.PrefixStore("whole", store), rank, size, timeout)
-    node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-    place = nodes[node].index(rank)
-    local = staged_backend(dist.PrefixStore(f"node {node}", store), place, counts[0], timeout, nodes[node])
-    return nodes_backend(whole, local, nodes)
-
-
-def _nodes(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:
-    """Ranks of each node, in the order of their first ranks."""
-    store.set(f"node of {rank}", os.environ.get("GROUP_RANK") or socket.gethostname())
-    keys = [f"node of {each}" for each in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        missing = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
-        raise dist.DistBackendError(f"staged: timed out waiting for rank {missing} to join") from error
-    nodes: dict[bytes, list[int]] = {}
-    for each, key in enumerate(keys):
-        nodes.setdefault(store.get(key), []).append(each)
-    return list(nodes.values())

@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.extension import staged_backend
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
+from oases_staged.extension import staged_backend
 
 
 def endless(rank: int, size: int, nodes: int, port: int, group: int, timeout: timedelta, connection: Any) -> None:
     """Collectives and messages for ever; sends the first error to the parent."""
     fork_server.release_signals()
-    from oases.core.execution.group import make_staged
+    from oases_staged import make_staged
 
     torch.set_num_threads(1)
     local = {"LOCAL_WORLD_SIZE": size // nodes, "WORLD_SIZE": size, "GROUP_RANK": rank // (size // nodes)}
@@ -146,7 +146,8 @@ DROPPED = """
 import torch
 import torch.distributed as dist
 from datetime import timedelta
-from oases.extension import QuantizedBackend, sim_backend, single_process_backend, staged_backend
+from oases.extension import QuantizedBackend, sim_backend, single_process_backend
+from oases_staged.extension import staged_backend
 
 options = dist.AllreduceOptions()
 options.asyncOp = True

@@ -1,7 +1,7 @@
 // The backend `staged` on tensors of the virtual device, whose streams are threads of this process, as its ranks are: a
 // sanitizer sees words, slots and scratch memory that nothing orders.
 #include "nodes.h"
-#include "staged_backend.h"
+#include "staged/staged_backend.h"
 #include "virtual_device/words.h"
 
 using oases::StagedBackend;

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from oases.core.execution.group import scheduler_of
-from oases.extension import QuantizedBackend, single_process_backend, staged_backend
+from oases.extension import QuantizedBackend, single_process_backend
+from oases_staged.extension import staged_backend
 
 NOBODY = 65534
 """A user without rights."""

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "nodes_backend.h"
 #include "ranks.h"
+#include "staged/nodes_backend.h"
 
 namespace oases_tests {
 

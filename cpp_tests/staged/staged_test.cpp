@@ -1,4 +1,4 @@
-#include "staged_backend.h"
+#include "staged/staged_backend.h"
 
 #include <random>
 

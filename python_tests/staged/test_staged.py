@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 import torch.distributed as dist
 from staged_cases import FLOATS, random_cases
 
-import oases
 from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.testing import RankPool
@@ -226,28 +222,3 @@ def permissions() -> tuple[list[str], list[bool]]:
 def test_nothing_but_the_ranks_has_the_memory(two_ranks):
     """No file is open, none has a name, and children do not keep it."""
     assert two_ranks.run(permissions) == [([], [False, False])] * 2
-
-
-@pytest.mark.long
-@pytest.mark.few(1)
-@pytest.mark.parametrize("order", ["import oases, torch", "import torch, oases"])
-def test_torch_knows_the_backend_whatever_is_imported_first(order, tmp_path):
-    """Entry point of pyproject.toml, as torch finds it where oases is installed."""
-    project = (Path(oases.__file__).parents[1] / "pyproject.toml").read_text()
-    point = re.search(r'entry-points."torch.backends"\].*\noases = "(.*)"', project)
-    assert point
-    package = tmp_path / "oases_staged-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: oases-staged\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[torch.backends]\nstaged = {point[1]}\n")
-    script = (
-        f"{order}\nimport sys, torch.distributed as dist\n"
-        "assert 'oases._C' not in sys.modules\n"
-        "dist.init_process_group('cpu:staged', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "t = torch.ones(3); dist.all_reduce(t); assert t.sum() == 3; dist.destroy_process_group(); print('done')"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "done\n", done.stderr

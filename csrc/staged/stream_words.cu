@@ -1,8 +1,8 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
+#include "cuda_words.h"
 #include "device.h"
-#include "kernels.h"
 
 namespace oases::cuda {
 namespace {

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "cuda_words.h"
 #include "kernels.h"
 
 namespace oases {
