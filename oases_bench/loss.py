@@ -165,8 +165,8 @@ def _seconds(run: Callable[[], Any]) -> float:
 def shown(result: Result) -> Iterator[RenderableType]:
     """Tables of a result."""
     if "kernels" in result:
-        rows = [(kernel, f"{rate / 1e9:.1f}") for kernel, rate in result["kernels"].items()]
-        yield table(("kernel, one core", "GB/s of fp32"), rows)
+        rates = [(kernel, f"{rate / 1e9:.1f}") for kernel, rate in result["kernels"].items()]
+        yield table(("kernel, one core", "GB/s of fp32"), rates)
         return
     rows = []
     base = [row["validation_loss"] for row in result["wires"].get("none", [])]

@@ -97,7 +97,7 @@ def test_ranks_exempt_a_layer_at_the_same_call(two_ranks, kind):
 
 
 def check_moved(kind):
-    """What is not summed stays quantised, of the hardest numbers: its errors have a bound."""
+    """Errors of what is not summed have a bound: it stays quantised, of the hardest numbers, too."""
     scheduler, x = scheduler_of(dist.group.WORLD), hard(2, 640)
     add_wire(dist.group.WORLD)
     errors = [relative(*collective(scheduler, kind, f"moved by {kind}", x)) for _ in range(CALLS + 10)]
