@@ -27,7 +27,7 @@ _LOCAL = "127.0.0.1"
 _LOOPBACK = "oases-loopback"
 """Name of the rendezvous of a single agent."""
 _PORT = 29400  # of the store on node 0, which has a network of its own
-_EXIT_SECONDS = 20.0  # ranks make a roll call before they end
+_EXIT_SECONDS = 20.0
 _SAVING_SECONDS = 35.0  # ranks may save at SIGTERM; an agent waits 30 s for its own
 
 
@@ -284,8 +284,8 @@ def _serve(
         for number in fork_server.HELD_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         failed = (error.who, error.exit_code) if isinstance(error, RankFailedError) else ("", 130)
-        # The error's traceback holds the agent, and on node 0 with it the store, which the roll calls of other nodes
-        # need: stay until the launcher has heard from all.
+        # The error's traceback holds the agent, and on node 0 with it the store, by which other nodes hear of the
+        # failure: stay until the launcher has heard from all.
         with suppress(EOFError, OSError):
             connection.send(_Report(failed=failed))
             connection.recv()

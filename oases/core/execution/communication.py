@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oases.core.dtypes import QUANTISED
 from oases.core.execution.agreement import Form
-from oases.core.execution.failure import monitor_of
+from oases.core.execution.failure import begin_call, monitor_of
 from oases.core.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
 from oases.errors import UsageError
 from oases.extension import QuantizedBackend
@@ -171,7 +171,9 @@ def add_wire(group: ProcessGroup, code: str) -> str:
     Raises UsageError for a group of whose backends none can be made again.
     """
     scheduler = scheduler_of(group)
-    monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
+    monitor = monitor_of(group)
+    if monitor is not None:
+        monitor.calls_of(group)  # first: the scheduler of a new group is renewed, without its wires
     if scheduler.has_wire(code) and _exists(scheduler.wire_group(code)):
         return cast(str, scheduler.wire_group(code))
     carriers = _carriers_of(group)
@@ -256,28 +258,25 @@ def form_of_input(x: Tensor) -> Form:
     return ("shape of the input", x.shape, "type of the input", x.dtype)
 
 
-def agreed_group(
-    group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype", about: Form = ()
-) -> str:
+def agreed_group(group_name: str, caller: str, code: str | None, option: str = "wire_dtype", about: Form = ()) -> str:
     """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
 
-    Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
-    the tensors. option: what the code was given as. about: more to compare, once for each value, so that inputs of
-    varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
+    Collective: the ranks compare the codes that they give for this caller before anything is sent. option: what the
+    code was given as. about: more to compare, once for each value, so that inputs of varying sizes do not wait for
+    the store every time. UsageError with both codes, on all ranks, where they differ.
     """
     group = group_of(group_name)
     assert group is not None
-    monitor = monitor_of(group, scheduler_of(group), torch.device(device))
-    monitor.begin_call(caller, (option, code, *about), about=about)
+    begin_call(group, caller, (option, code, *about), about=about)
     return group_name if code is None else add_wire(group, code)
 
 
-def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:
+def agreed_at_trace(group_name: str, caller: str, code: str | None) -> str:
     """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
     group = group_of(group_name)
     known = _traced.setdefault(group, {})
     if (caller, code) not in known:
-        known[caller, code] = agreed_group(group_name, caller, code, device)
+        known[caller, code] = agreed_group(group_name, caller, code)
     return known[caller, code]
 
 
