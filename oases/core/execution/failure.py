@@ -108,8 +108,9 @@ class FailureMonitor:
         # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
         self._alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(world) == "fake"
         # A clone, because a store client is locked while another thread uses it. torchrun's store outlives restarts.
-        prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_failed_worlds}"
+        prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, dist.HashStore() if self._alone else store.clone())
+        self._lock = threading.Lock()
         self._calls: dict[str, tuple[Any, CallAgreement]] = {}
         self._incarnations: Counter[str] = Counter()
         OverlapScheduler.go_on()
@@ -165,11 +166,10 @@ class FailureMonitor:
 
     def _end(self, failure: Failure) -> None:
         """Have what this rank waits for end, and every later call raise."""
-        global _failed_worlds
-        if self.failure is not None:
-            return
-        self.failure = failure  # first: what is aborted raises
-        _failed_worlds += 1
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure  # first: what is aborted raises
         OverlapScheduler.halt(str(failure), failure.out_of_memory)
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
@@ -179,8 +179,6 @@ class FailureMonitor:
 
 
 _monitor: FailureMonitor | None = None
-_failed_worlds = 0
-"""Failures of earlier default groups of this process, whose store the next may use."""
 
 
 def monitor_of(group: ProcessGroup | None) -> FailureMonitor | None:
