@@ -2,8 +2,8 @@
 
 The rank that fails writes its number, the op and the cause to the store of the default group, once; the first failure
 of a run counts. A thread on every rank polls the store twice a second, which is the only cost of a step without
-failures. When it finds a failure, or its own rank has one, it halts the schedulers of this process and aborts its
-process groups:
+failures. When it finds a failure, or its own rank has one, it halts the schedulers of this process, and aborts its
+process groups a second later:
 
 - NCCL's and staged's collectives end. Their results are not those of all ranks, and a host may have queued an
   optimizer's step on them; `FailsTogether.confirm` looks before one.
@@ -110,7 +110,6 @@ class FailureMonitor:
         # A clone, because a store client is locked while another thread uses it. torchrun's store outlives restarts.
         prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, dist.HashStore() if self._alone else store.clone())
-        self._lock = threading.Lock()
         self._calls: dict[str, tuple[Any, CallAgreement]] = {}
         self._incarnations: Counter[str] = Counter()
         OverlapScheduler.go_on()
@@ -130,7 +129,7 @@ class FailureMonitor:
         self.watched = _NO_PASS
         with suppress(RuntimeError, OSError):  # the store is gone, with a rank or launcher, of which all others hear
             failure = Failure(**json.loads(self._store.compare_set("failure", "", json.dumps(asdict(failure)))))
-        self._end(failure)
+        self._halt(failure)
         return failure
 
     def check(self) -> None:
@@ -159,18 +158,22 @@ class FailureMonitor:
                         self._calls.pop(name, None)
                     else:
                         calls.answer()
-                if self._store.check(["failure"]):
-                    return self._end(Failure(**json.loads(self._store.get("failure"))))
+                if self.failure is None and self._store.check(["failure"]):
+                    self._halt(Failure(**json.loads(self._store.get("failure"))))
+                if self.failure is not None:
+                    self._abort()
+                    return
         except (RuntimeError, OSError):
-            return None  # the store is gone, with a rank or launcher that held it
+            return  # the store is gone, with a rank or launcher that held it
 
-    def _end(self, failure: Failure) -> None:
-        """Have what this rank waits for end, and every later call raise."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = failure  # first: what is aborted raises
+    def _halt(self, failure: Failure) -> None:
+        """Have every later call raise, and what the host waits for in a scheduler."""
+        self.failure = failure
         OverlapScheduler.halt(str(failure), failure.out_of_memory)
+
+    def _abort(self) -> None:
+        """End what else this rank waits for. Later than on all ranks the schedulers are halted, which say why."""
+        self._stopped.wait(2 * _INTERVAL_SECONDS)
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
                 group.abort()
