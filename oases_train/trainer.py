@@ -229,10 +229,10 @@ class Trainer:
             self._in_step = False
         return loss
 
-    def _together(self, what: str = "step") -> FailTogether:
+    def _together(self, what: str = "step {}") -> FailTogether:
         """Context in which an error on one rank is raised on all."""
         return FailTogether(
-            monitor_of(self.group), lambda: f"{what} {self.steps_done}",
+            monitor_of(self.group), lambda: what.format(self.steps_done),
             unanimous=(LossError, SaveError, SavedExit), keeps_type=True,
         )  # fmt: skip
 
@@ -288,7 +288,7 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
-        with self._together("the validation after step"):
+        with self._together("validation after {} steps"):
             batches = [self._samples("validation", index) for index in range(self.config.validation_batches)]
             self.model.eval()
             try:
@@ -322,7 +322,7 @@ class Trainer:
                         on_step(report)
                     callbacks.after_step(report)
             callbacks.finish()
-        with self._together("the result after step"):
+        with self._together("the result after {} steps"):
             return {
                 "losses": losses,
                 **reporter.summary(),

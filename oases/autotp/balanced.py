@@ -151,10 +151,7 @@ class TokenExchange:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
         experts = self._experts(given)
-        again = is_recomputation()
-        learns = state.module.training and not again
-        if not again:
-            state.placing.agree(group)
+        learns = state.module.training and not is_recomputation()
         if learns:
             state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
         counts = histogram(index, state.number, check=False)

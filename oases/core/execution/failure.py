@@ -140,15 +140,14 @@ class FailureMonitor:
     def calls_of(self, group: ProcessGroup) -> CallAgreement:
         """Calls of a group, whose ranks use it for the first time together."""
         name = group.group_name
-        of, calls = self._calls.get(name, (None, None))
-        if calls is None or of() is not group:
+        known = self._calls.get(name)
+        if known is None or known[0]() is not group:
             scheduler_of(group).renew()
             self._incarnations[name] += 1  # the name of a destroyed group may be reused
             ranks = [group.rank()] if self._alone else range(group.size())
             prefix = f"calls/{name}/{self._incarnations[name]}"
-            calls = CallAgreement(self._store, prefix, group.rank(), ranks)
-            self._calls[name] = ref(group), calls
-        return calls
+            known = self._calls[name] = ref(group), CallAgreement(self._store, prefix, group.rank(), ranks)
+        return known[1]
 
     def _watch(self) -> None:
         try:
