@@ -132,7 +132,8 @@ def _run_agent(
 
 def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> Any:
     """Start an agent per node, as a worker of torch's elastic processes, and join their nodes."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, start_processes
+    from torch.distributed.elastic.multiprocessing import start_processes
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 
     nodes.require_inside()
     per_node = nodes.ranks_per_node(size)
