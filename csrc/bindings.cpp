@@ -179,22 +179,6 @@ PYBIND11_MODULE(_C, module) {
   py::class_<oases::Ticket, std::shared_ptr<oases::Ticket>>(module, "Ticket", "A started collective.")
       .def_property_readonly("record", &oases::Ticket::record);
 
-  py::class_<oases::Started>(module, "Started", "Description of a started collective.")
-      .def_readonly("collective", &oases::Started::collective)
-      .def_readonly("numel", &oases::Started::numel)
-      .def_readonly("dtype", &oases::Started::dtype)
-      .def_readonly("device", &oases::Started::device)
-      .def_readonly("sent", &oases::Started::sent)
-      .def_readonly("received", &oases::Started::received)
-      .def_readonly("foreign", &oases::Started::foreign);
-
-  py::class_<oases::HaltState>(module, "HaltState", "State of a rank when it was halted.")
-      .def_readonly("newly", &oases::HaltState::newly)
-      .def_readonly("started", &oases::HaltState::started)
-      .def_readonly("foreign", &oases::HaltState::foreign)
-      .def_readonly("foreign_at_first", &oases::HaltState::foreign_at_first)
-      .def_readonly("last", &oases::HaltState::last);
-
   py::class_<OverlapScheduler, std::shared_ptr<OverlapScheduler>>(
       module, "OverlapScheduler",
       "Starts the collectives of one process group early and waits for them late.")
@@ -238,19 +222,9 @@ PYBIND11_MODULE(_C, module) {
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
       .def("waiting_for", &OverlapScheduler::waiting_for, py::call_guard<py::gil_scoped_release>())
-      .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
-           py::call_guard<py::gil_scoped_release>())
-      .def("fill", &OverlapScheduler::fill, py::arg("collective"), py::arg("whole"),
-           py::arg("sent") = std::vector<int64_t>(), py::arg("received") = std::vector<int64_t>(),
-           py::call_guard<py::gil_scoped_release>())
-      .def("drain", &OverlapScheduler::drain, py::arg("patience_seconds"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("resume", &OverlapScheduler::resume, py::arg("broken") = "",
-           py::call_guard<py::gil_scoped_release>())
-      .def("acknowledge", &OverlapScheduler::acknowledge, py::call_guard<py::gil_scoped_release>())
-      .def("check", &OverlapScheduler::check, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly(
-          "failures", py::cpp_function(&OverlapScheduler::failures, py::call_guard<py::gil_scoped_release>()))
+      .def_static("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
+                  py::call_guard<py::gil_scoped_release>())
+      .def_static("go_on", &OverlapScheduler::go_on)
       .def("renew", &OverlapScheduler::renew, py::call_guard<py::gil_scoped_release>());
 
   register_pieces(module);

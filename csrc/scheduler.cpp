@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "local_work.h"
@@ -42,8 +41,18 @@ void refuse_blocking_waits() {
   }
 }
 
-// Collectives after which diverged ranks can be brought together again.
-constexpr size_t kRemembered = 1024;
+// The failure that halted this process.
+struct Halt {
+  std::atomic<bool> on{false};
+  std::mutex mutex;  // guards what follows
+  std::string failure;
+  bool out_of_memory = false;
+};
+
+Halt& halted() {
+  static auto* const found = new Halt();  // never destroyed, like the schedulers
+  return *found;
+}
 }  // namespace
 
 struct Ticket::Finish {
@@ -132,7 +141,7 @@ void OverlapScheduler::add_wire(const std::string& wire, const std::string& grou
 std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, const std::string& wire,
                                                 const at::Tensor& counted, std::vector<at::Tensor> tensors,
                                                 const std::string& label, const Start& start,
-                                                const Splits* splits) {
+                                                bool even_empty) {
   const std::string collective = wire.empty() ? operation : operation + ":" + wire;
   for (const auto& tensor : tensors)
     TORCH_CHECK(tensor.is_contiguous(), collective, " of ", label, ": the tensor of shape ", tensor.sizes(),
@@ -147,7 +156,7 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
   ticket->record_.saved_bytes = whole - ticket->record_.bytes;
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();
-  if (size_ == 1 || (counted.numel() == 0 && !splits)) {
+  if (size_ == 1 || (counted.numel() == 0 && !even_empty)) {
     ticket->finish_->at = ticket->record_.issued;
     return ticket;
   }
@@ -159,11 +168,16 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
     refuse_blocking_waits();
     record_event(ticket->at_issue_, counted.device());
   }
-  Tickets ended;  // freed without the lock
-  std::unique_lock<std::mutex> lock(issuing_);
-  if (state_ != State::running) stop(lock, c10::str(collective, " of ", label));
-  ended = this->start(ticket, counted, start, splits);
-  lock.unlock();
+  if (halted().on) stop(c10::str(collective, " of ", label));
+  ticket->work_ = start(*ticket);
+  TORCH_CHECK(ticket->work_, collective, " of ", label, ": the backend of group '", name_,
+              "' returned no work to wait for");
+  if (ticket->at_issue_) record_end(*ticket);
+  // Tickets that an exception left without a wait are released once they have finished.
+  while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
+         in_flight_.front()->work_->isCompleted())
+    in_flight_.pop_front();
+  in_flight_.push_back(ticket);
   if (counted.is_cpu()) {
     try {
       ticket->work_->getFuture()->addCallback(
@@ -173,40 +187,6 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
     }
   }
   return ticket;
-}
-
-OverlapScheduler::Tickets OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket,
-                                                  const at::Tensor& counted, const Start& start,
-                                                  const Splits* splits) {
-  const TicketRecord& record = ticket->record_;
-  ticket->work_ = start(*ticket);
-  TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
-              "' returned no work to wait for");
-  const bool on_wire = record.collective.find(':') != std::string::npos;
-  on_wires_ += on_wire;
-  if (ticket->at_issue_) record_end(*ticket);
-  ++started_;
-  last_.push_back({on_wire ? record.collective + "|" + record.label : record.collective,
-                   counted.numel(),
-                   counted.scalar_type(),
-                   counted.device(),
-                   {},
-                   {},
-                   foreign()});
-  if (splits) {
-    last_.back().sent = splits->sent;
-    last_.back().received = splits->received;
-  }
-  if (last_.size() > kRemembered) last_.pop_front();
-  // Tickets that an exception left without a wait are released once they have finished.
-  Tickets ended;
-  while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
-         in_flight_.front()->work_->isCompleted()) {
-    ended.push_back(std::move(in_flight_.front()));
-    in_flight_.pop_front();
-  }
-  in_flight_.push_back(ticket);
-  return ended;
 }
 
 // On a stream on which nothing else is queued: the event of the compute stream's wait says when that came to it.
@@ -302,7 +282,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, c
               " sends itself ", sent[rank_], " rows but receives ", received[rank_]);
   auto ticket = issue(
       "all_to_all", wire, input, {output, input}, label,
-      [&](Ticket&) { return start_all_to_all(output, input, splits, wire, label); }, &splits);
+      [&](Ticket&) { return start_all_to_all(output, input, splits, wire, label); }, true);
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
 }
@@ -315,24 +295,44 @@ c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_all_to_all(at::Tensor out
       ->alltoall_base(output, input, numbers.received, numbers.sent);
 }
 
-// Waits, and checks once a second whether the group was given up: gloo has no abort that would end the wait.
+void OverlapScheduler::halt(const std::string& failure, bool out_of_memory) {
+  const std::lock_guard<std::mutex> lock(halted().mutex);
+  if (halted().on) return;
+  halted().failure = failure;
+  halted().out_of_memory = out_of_memory;
+  halted().on = true;
+}
+
+void OverlapScheduler::go_on() { halted().on = false; }
+
+void OverlapScheduler::stop(const std::string& at) {
+  in_flight_.clear();
+  {
+    const std::lock_guard<std::mutex> waiting(mutex_);
+    waiting_for_.clear();
+  }
+  const std::lock_guard<std::mutex> lock(halted().mutex);
+  const std::string message = c10::str("rank ", rank_, " stopped at ", at, ": ", halted().failure);
+  TORCH_CHECK_WITH(OutOfMemoryError, !halted().out_of_memory, message);
+  TORCH_CHECK_WITH(DistBackendError, false, message);
+}
+
+// Waits, and looks now and then whether a rank has failed: gloo has no abort that would end the wait.
 void OverlapScheduler::wait_on_host(c10d::Work& work) {
-  constexpr std::chrono::milliseconds look_up{1000};
-  while (true) {
+  constexpr std::chrono::milliseconds look_up{250};
+  while (!halted().on) {
     const double before = monotonic_seconds();
     try {
       work.wait(look_up);
       return;
     } catch (const std::exception&) {
       // Timed out or failed? Not every work can report completion, but waiting again can.
-      if (monotonic_seconds() - before < 0.9) throw;
+      if (monotonic_seconds() - before < 0.9e-3 * look_up.count()) throw;
       if (work.isCompleted()) {  // perhaps since the time-out
         work.wait();
         return;
       }
     }
-    const std::lock_guard<std::mutex> lock(issuing_);
-    TORCH_CHECK(state_ != State::broken, broken_);
   }
 }
 
@@ -340,8 +340,6 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   TicketRecord& record = ticket->record_;
   TORCH_CHECK(!ticket->waited_, record.collective, " of ", record.label,
               " was waited for already; wait once per ticket");
-  TORCH_CHECK(!ticket->given_up_, record.collective, " of ", record.label,
-              " was given up when a rank failed; call the stack again");
   ticket->waited_ = true;
   record.waited_from = monotonic_seconds();
   const bool on_cpu = ticket->tensors_.front().is_cpu();
@@ -356,15 +354,13 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
     try {
       on_cpu ? wait_on_host(*ticket->work_) : static_cast<void>(ticket->work_->wait());
     } catch (const std::exception& error) {
-      std::unique_lock<std::mutex> halting(issuing_);
-      if (state_ != State::running) stop(halting, name);
+      if (halted().on) stop(name);
       // waiting_for_ stays set: it is what the run died of.
       TORCH_CHECK_WITH(DistBackendError, false, "rank ", rank_, " waited for ", name,
                        ", which failed: ", error.what());
     }
     if (!on_cpu) record_event(ticket->after_wait_, device);
-    std::unique_lock<std::mutex> halting(issuing_);
-    if (state_ != State::running) stop(halting, name);  // zeros may have been summed here
+    if (halted().on) stop(name);  // an abort may have ended it
     const auto place = std::find(in_flight_.begin(), in_flight_.end(), ticket);
     if (place != in_flight_.end()) in_flight_.erase(place);
   }
@@ -393,6 +389,27 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   // Those that have ended, without a wait: otherwise events would gather until somebody asks for totals.
   while (!unsettled_.empty() && unsettled_.front()->after_wait_->query() && unsettled_.front()->end_->query())
     settle_first();
+}
+
+std::string OverlapScheduler::waiting_for() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!waiting_for_.empty()) return waiting_for_;
+  // An accelerator's host has passed its waits: what its compute stream has come to.
+  for (const auto& ticket : unsettled_)
+    if (ticket->before_wait_->query() && !ticket->end_->query()) return described(ticket->record_);
+  return "";
+}
+
+std::string OverlapScheduler::described(const TicketRecord& record) const {
+  return c10::str(record.collective, " of ", record.label.empty() ? "?" : record.label, " (", record.bytes,
+                  " bytes, group '", name_, "' of ", size_, ")");
+}
+
+void OverlapScheduler::renew() {
+  in_flight_.clear();
+  wires_.clear();
+  errors_.clear();
+  exempted_.clear();
 }
 
 }  // namespace oases

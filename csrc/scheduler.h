@@ -7,7 +7,6 @@
 #include <c10/core/Event.h>
 #include <unistd.h>
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -70,32 +69,11 @@ class Ticket {
   TicketRecord record_;
   std::shared_ptr<Finish> finish_;
   bool waited_ = false;
-  bool given_up_ = false;
   // Accelerators only: recorded on the compute stream at issue and around the wait, and on the scheduler's own
   // where the collective ends; read when they have passed.
   std::optional<c10::Event> at_issue_, before_wait_, after_wait_, end_;
   // After the wait the second is copied to the first.
   std::optional<std::pair<at::Tensor, at::Tensor>> part_;
-};
-
-// Description of a collective with which a rank that did not start it can start it.
-struct Started {
-  std::string collective;  // "all_reduce", or with its wire and label, "all_reduce:int8|F 3.1 (...)"
-  int64_t numel;           // of the whole (gathered or unreduced) tensor
-  at::ScalarType dtype;
-  c10::Device device;
-  std::vector<int64_t> sent, received;  // all-to-all: elements to and from each rank
-  int64_t foreign = 0;                  // HaltState::foreign when this one was started
-};
-
-// State of a rank when it was halted: `started` collectives by this scheduler; `foreign` ones by others
-// on the group (by the backend's count, 0 without one), and their number when the scheduler was
-// created; the last ones started. Gloo also counts messages between two ranks, so only differences of
-// `foreign` are meaningful.
-struct HaltState {
-  bool newly = false;  // halted by this call
-  int64_t started = 0, foreign = 0, foreign_at_first = 0;
-  std::vector<Started> last;
 };
 
 // Issues the collectives of one process group in the order of the calls. Not thread-safe: two threads could
@@ -156,30 +134,11 @@ class OverlapScheduler {
   // thread that answers the launcher while the main thread waits for the device).
   std::string waiting_for() const;
 
-  // After a rank failed, a thread on every rank brings all ranks to the same collective, by these calls in
-  // this order; the protocol is in oases/core/execution/failure.py. The main thread takes no part: its calls throw
-  // from halt() on.
-  //
-  // Starts no more collectives; callers wait for resume() and then get `failure`, as an OutOfMemoryError if
-  // it is one and a DistBackendError otherwise.
-  HaltState halt(const std::string& failure, bool out_of_memory = false);
-  // Starts, with zeros (NaN on accelerators), a collective that another rank started: `whole` is the gathered or
-  // unreduced tensor, of zeros;
-  // for an all-to-all it gives dtype and device, and sent and received are the elements that the other ranks
-  // wait for and send.
-  void fill(const std::string& collective, const at::Tensor& whole, const std::vector<int64_t>& sent = {},
-            const std::vector<int64_t>& received = {});
-  // Waits until nothing is in flight and gives up the tickets; otherwise returns the error and keeps the
-  // tensors, which the backend may still use.
-  std::string drain(double patience_seconds);
-  // Ends the halt. The main thread's next call throws, once, or forever if `broken` gives a reason.
-  void resume(const std::string& broken = "");
-  // For a main thread that was notified by other means: waits for resume(); returns `broken`.
-  std::string acknowledge();
-  // Throws if halted.
-  void check();
-  // Number of failures reported to the main thread, equal on every rank between two steps.
-  int64_t failures() const;
+  // After a rank of the run failed (oases/core/execution/failure.py): every call of a scheduler of this process, and
+  // every wait for a collective on the host, throws the failure, as an OutOfMemoryError if it is one and a
+  // DistBackendError otherwise, until `go_on`. The first call counts. Any thread.
+  static void halt(const std::string& failure, bool out_of_memory = false);
+  static void go_on();
   // For a new group that reuses the name of a destroyed one.
   void renew();
 
@@ -192,24 +151,18 @@ class OverlapScheduler {
   struct Splits {
     std::vector<int64_t> sent, received;
   };
-  // splits: all-to-all only, in which ranks with nothing to send or receive take part, too.
+  // even_empty: an all-to-all, in which ranks with nothing to send or receive take part, too.
   std::shared_ptr<Ticket> issue(const std::string& collective, const std::string& wire,
                                 const at::Tensor& counted, std::vector<at::Tensor> tensors,
-                                const std::string& label, const Start& start, const Splits* splits = nullptr);
-  // Call with issuing_ held. Returns tickets to free without it: a tensor may take Python's lock for that, which
-  // somebody may hold who waits for issuing_.
-  using Tickets = std::vector<std::shared_ptr<Ticket>>;
-  Tickets start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted, const Start& start,
-                const Splits* splits = nullptr);
+                                const std::string& label, const Start& start, bool even_empty = false);
   c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Ticket& ticket, at::Tensor output, at::Tensor input,
                                                       const std::string& wire, const std::string& label);
   c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers,
                                                   const std::string& wire, const std::string& label);
   void note_error(const Judgement& work, const std::string& label);
   void wait_on_host(c10d::Work& work);
-  int64_t foreign();
-  void end_halt(std::unique_lock<std::mutex>& lock);
-  [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
+  // Throws the failure. at: what this rank was about.
+  [[noreturn]] void stop(const std::string& at);
   std::string described(const TicketRecord& record) const;
   void record_end(Ticket& ticket);
   // Adds waited accelerator tickets to the totals: the first, whose events have passed; all, after waiting. Call with
@@ -241,19 +194,6 @@ class OverlapScheduler {
   mutable std::mutex mutex_;  // guards the above except group_: other threads may read totals
   std::string waiting_for_;
 
-  enum class State { running, halted, settled, broken };
-  mutable std::mutex
-      issuing_;  // guards what follows; held while a collective starts, so that a halt counts it
-  std::condition_variable resumed_;
-  State state_ = State::running;
-  std::string failure_, broken_;
-  bool out_of_memory_ = false;
-  int64_t failures_ = 0;
-  int64_t started_ = 0;
-  int64_t on_wires_ = 0;  // of them, those on other groups
-  int64_t foreign_at_first_ = 0;
-  bool countable_ = true;                          // by the backend
-  std::deque<Started> last_;                       // the last of those started
   std::deque<std::shared_ptr<Ticket>> in_flight_;  // not yet waited for
   std::optional<c10::Stream> aside_;               // for the events of ends
 };

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _SCHEDULE = "exchange experts ops pipeline schedule sequence tensor text validate"
-_EXECUTION = "agreement call clock compiled executor failure group piece propagation weight_gradient"
+_EXECUTION = "agreement call clock compiled executor failure group piece weight_gradient"
 _BLOCKS = "attention batch checks dropout exchanges fused_norm program randomness sharding stack tunings"
 _DISTRIBUTED = (
     "collectives expert_groups fsdp gradient_averaging gradient_clipping gradient_hook guards mesh message_layout "
@@ -20,7 +20,7 @@ _CHECKPOINT = (
     "contents coordination files integrity lock memory metadata parallelized reader resume retention state writer"
 )
 _TRAIN = (
-    "callbacks config config_file data expert_options failure_notifier instructions learning_rate "
+    "callbacks config config_file data expert_options instructions learning_rate "
     "load_balance logs meter metrics model_stage optimizer pipeline_stage plan step_check "
     "tokenizer tokens trainer"
 )

@@ -9,6 +9,7 @@ fork their ranks from one server, which has already imported torch.
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -39,46 +40,41 @@ def _serve(rank: int, size: int, port: int, backend: str, connection: Connection
             _destroy_groups()
             continue
         try:
-            connection.send((True, function(*args)))
+            answer = True, function(*args)
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        failure: Any = sys.modules.get("oases.core.execution.failure")
+        connection.send((*answer, failure is not None and failure.has_failed()))
     dist.destroy_process_group()
 
 
 def _destroy_groups() -> None:
     """Destroy all groups but the default one: each has threads that poll, and a pool makes hundreds of groups.
 
-    Groups that are named after their ranks stay without their monitors, because the next one of that name would read
-    stale addresses.
+    Groups that are named after their ranks stay, because the next one of that name would read stale addresses.
     """
-    from oases.core.execution.failure import stop_monitor  # not before the pool's functions import it
-
-    world = dist.distributed_c10d._world
-    for group, name in list(world.pg_names.items()):
-        if group is dist.group.WORLD:
-            continue
-        if name.isdigit():
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if group is not dist.group.WORLD and name.isdigit():
             dist.destroy_process_group(group)
-        else:
-            stop_monitor(group)
 
 
 class RankPool:
     """Pool of `size` new processes with a default group.
 
     backend: of torch.distributed; "staged" takes a fraction of gloo's time for small tensors.
-    Functions must be importable by name, arguments and results picklable. After a failed call, which may leave the
-    group unusable, the next call starts new processes.
+    Functions must be importable by name, arguments and results picklable. After a failed call, or one in which a rank
+    of a run failed, which leave groups unusable, the next call starts new processes.
     """
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size, self.backend = size, backend
+        self._failed = False
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._start()
 
     def _start(self) -> None:
-        context = fork_server.context()
+        context, self._failed = fork_server.context(), False
         self._store = loopback_store()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -108,6 +104,8 @@ class RankPool:
                 raise RuntimeError(failures)
             missing = min(set(range(self.size)) - set(results))
             raise TimeoutError(f"rank {missing} did not answer within {timeout_seconds} s")
+        if self._failed:
+            self._kill()
         for connection in self._connections:  # all ranks have left the call, and none waits for this one
             connection.send((_destroy_groups, ()))
         return [results[rank] for rank in range(self.size)]
@@ -122,7 +120,8 @@ class RankPool:
             for connection in [each for each in waiting if each in ready]:
                 rank = waiting.pop(connection)
                 try:
-                    succeeded, results[rank] = connection.recv()
+                    succeeded, results[rank], failed = connection.recv()
+                    self._failed |= failed
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
                     failures += f"rank {rank} ended with exit code {self._processes[rank].exitcode}\n"

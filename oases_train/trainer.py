@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oases.checkpoint.contents import choices_of, set_choices
+from oases.checkpoint.coordination import SaveError
 from oases.checkpoint.files import load, save
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.memory import StateMemory
@@ -22,11 +23,12 @@ from oases.checkpoint.metadata import Metadata
 from oases.checkpoint.resume import starting_checkpoint
 from oases.checkpoint.state import random_streams
 from oases.core.execution.communication import WIRE_DTYPES
+from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.core.reporting import Report, report
 from oases.distributed.gradient_clipping import clip_grad_norm
 from oases.distributed.mesh import Mesh
-from oases.errors import UsageError
+from oases.errors import SavedExit, UsageError
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
 from oases.models.options import sizes_of
@@ -34,7 +36,6 @@ from oases.plans.plan import Plan
 from oases_train.callbacks import TrainingCallbacks
 from oases_train.config import TrainConfig
 from oases_train.data import Corpus
-from oases_train.failure_notifier import FailureNotifier
 from oases_train.instructions import Instructions
 from oases_train.load_balance import LoadBalance
 from oases_train.logs import last_logged_step
@@ -44,7 +45,7 @@ from oases_train.model_stage import ModelStage, build_model
 from oases_train.optimizer import PRECISIONS, adamw
 from oases_train.pipeline_stage import GPTStage, Samples, Stage
 from oases_train.plan import Run
-from oases_train.step_check import Policy, StepCheck
+from oases_train.step_check import LossError, Policy, StepCheck
 
 
 class Trainer:
@@ -92,9 +93,8 @@ class Trainer:
             )  # fmt: skip
             if backend is not None:
                 gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback
-        self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
-        self._updating = False
-        """Set from the optimizer update to the end of the step; still set if anything failed between."""
+        self._in_step = False
+        """Whether a step has begun and not ended; it stays so where the step failed."""
         self.stage.prepare(PRECISIONS[config.precision])
         packs = isinstance(self.corpus, Instructions) and not config.encoder_decoder
         if packs and isinstance(self.stage, ModelStage):
@@ -216,23 +216,25 @@ class Trainer:
     def step(self) -> float:
         """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
 
-        An error on one rank is raised on all ranks, and gradients are dropped. The step can then be retried if all
-        ranks form one tensor-parallel group and the weights are unchanged; else a RuntimeError asks for a new Trainer
-        on all ranks.
+        An error on one rank is raised on all ranks. Later steps raise RuntimeError: weights may be of half a step.
         """
-        if self.failure_notifier.failed and self.mesh.groups:
-            raise _ended(self.steps_done)
-        self.failure_notifier.activity = f"step {self.steps_done}"
-        try:
-            with self.failure_notifier:
-                if self._updating:
-                    raise _ended(self.steps_done)
-                return self._step()
-        except Exception:
-            self.optimizer.zero_grad()
-            if self.balance is not None:
-                self.balance.discard_step()
-            raise
+        with self._together():
+            if self._in_step:
+                raise RuntimeError(
+                    f"step {self.steps_done} has failed; start all ranks again, with resume='auto' to resume from "
+                    "the newest checkpoint"
+                )
+            self._in_step = True
+            loss = self._step()
+            self._in_step = False
+        return loss
+
+    def _together(self, what: str = "step {}") -> FailTogether:
+        """Context in which an error on one rank is raised on all."""
+        return FailTogether(
+            monitor_of(self.group), lambda: what.format(self.steps_done),
+            unanimous=(LossError, SaveError, SavedExit), keeps_type=True,
+        )  # fmt: skip
 
     def _step(self) -> float:
         config = self.config
@@ -248,14 +250,12 @@ class Trainer:
         )
         self.gradient_norm = float(norm)
         if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):
-            self._updating = True
             with self.meter.optimizing():
                 self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.step(self.steps_done)
-        self._updating = False
         self.steps_done += 1
         return loss
 
@@ -288,13 +288,13 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
-        self.failure_notifier.activity = f"validation after {self.steps_done} steps"
-        batches = [self._samples("validation", index) for index in range(self.config.validation_batches)]
-        self.model.eval()
-        try:
-            return self.stage.evaluate(batches)
-        finally:
-            self.model.train()
+        with self._together("validation after {} steps"):
+            batches = [self._samples("validation", index) for index in range(self.config.validation_batches)]
+            self.model.eval()
+            try:
+                return self.stage.evaluate(batches)
+            finally:
+                self.model.train()
 
     def _last_validation(self) -> float:
         known = self.evaluations.get(self.steps_done)  # equal on all ranks
@@ -312,7 +312,7 @@ class Trainer:
         reporter = Reporter(self, watched=on_step is not None)
         with TrainingCallbacks(self) as callbacks:
             while self.steps_done < self.config.steps:
-                with self.failure_notifier:
+                with self._together():
                     with self.meter.step():
                         losses.append(self.step())
                     if self.config.evaluate_every and self.steps_done % self.config.evaluate_every == 0:
@@ -322,7 +322,7 @@ class Trainer:
                         on_step(report)
                     callbacks.after_step(report)
             callbacks.finish()
-        with self.failure_notifier:  # the last validation is collective, too
+        with self._together("the result after {} steps"):
             return {
                 "losses": losses,
                 **reporter.summary(),
@@ -392,10 +392,3 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
 
 def _backend_of(group: ProcessGroup | None) -> str:
     return "" if group is None else dist.get_backend(group)
-
-
-def _ended(step: int) -> RuntimeError:
-    return RuntimeError(
-        f"step {step} has failed, and its process groups are unusable now; make a new Trainer on all ranks, with "
-        "resume='auto' to resume from the newest checkpoint"
-    )

@@ -156,12 +156,12 @@ def stumble_on_the_last():
         (
             "rank_programs.dies_in_mid_step, (1,)",
             1,
-            ["waited for all_reduce of ", "; rank 1 is gone", "rank 1 ended with signal SIGKILL; the run is over"],
+            ["waited for all_reduce of ", "rank 1 ended with signal SIGKILL; the run is over"],
         ),
         (
             "rank_programs.dies_in_mid_step, (0,)",
             1,
-            ["waited for all_reduce of ", "; rank 0 is gone", "rank 0 ended with signal SIGKILL; the run is over"],
+            ["waited for all_reduce of ", "rank 0 ended with signal SIGKILL; the run is over"],
         ),
     ],
     ids=["mistake", "bug", "kill on node 1", "kill on node 0"],

@@ -10,7 +10,6 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.experts import ExpertMlp
 from oases.core.execution.communication import WireType
-from oases.core.execution.failure import FailureMonitor, monitor_of
-from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
-from oases.core.execution.propagation import fail_together
+from oases.core.execution.failure import FailTogether, monitor_of
+from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size
 from oases.distributed.expert_groups import ExpertGroups, expert_groups
 from oases.distributed.mesh import Mesh
 from oases.distributed.replicas import DATA_DIMENSIONS
@@ -97,7 +95,7 @@ class BalancedExperts:
 
         given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
         """
-        with self.together(x):
+        with self.together():
             tokens = TokenExchange(self)
             rows, *others = tokens.route(x, index, weights, given)
             pending = tokens.dispatch.send(rows)
@@ -106,9 +104,9 @@ class BalancedExperts:
             back = tokens.combine.receive(tokens.combine.send(made))
             return tokens.gather(back, *others)
 
-    def together(self, x: Tensor) -> AbstractContextManager[None]:
+    def together(self) -> FailTogether:
         """Context in which an exception is raised on every rank of the experts' group."""
-        return fail_together(_monitor(group_of(self.groups.expert), x), self.name, unanimous=(RoutingError,))
+        return FailTogether(monitor_of(group_of(self.groups.expert)), self.name, unanimous=(RoutingError,))
 
     def begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
         """Begin a training call: measure costs for the placement, at the first one of these sizes."""
@@ -153,10 +151,7 @@ class TokenExchange:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
         experts = self._experts(given)
-        again = is_recomputation()
-        learns = state.module.training and not again
-        if not again:
-            state.placing.agree(group)
+        learns = state.module.training and not is_recomputation()
         if learns:
             state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
         counts = histogram(index, state.number, check=False)
@@ -220,12 +215,6 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad * ctx.scale, None
-
-
-def _monitor(group: ProcessGroup | None, x: Tensor) -> FailureMonitor | None:
-    if group is None or group_size(group) == 1:
-        return None
-    return monitor_of(group, scheduler_of(group), x.device)
 
 
 def balanced_experts(state: BalancedExperts, x: Tensor, index: Tensor, weights: Tensor, *given: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class BlockExchange:
         x, index, weights = self._read("experts.before", h)
         state, *given = self._read("experts.given", h)
         self._tokens = tokens = TokenExchange(state, self._order)
-        with state.together(x):
+        with state.together():
             found = tokens.route(x, index, weights, given)
         self.dispatch = _Carrier(tokens.dispatch, state, tokens.sent)
         self.combine = _Carrier(tokens.combine, state)
@@ -208,7 +208,7 @@ class BlockExchange:
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
         """Received rows -> rows to send back."""
         state, *given = self._read("experts.given", rows)
-        with state.together(rows):
+        with state.together():
             return self._tokens.compute(rows, given, *others)
 
     def gather(self, h: Tensor, rows: Tensor, *others: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class _Carrier:
 
     def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
         """Start to send rows, or gradients back."""
-        with self._state.together(rows):
+        with self._state.together():
             self._rows = rows  # the group's device, for `end`; the rows themselves where there is no other rank
             if self._exchange.travels:
                 self._rows = rows[:0]
@@ -246,5 +246,5 @@ class _Carrier:
         """Wait for what was sent to this rank."""
         rows, self._rows = self._rows, None
         assert rows is not None
-        with self._state.together(rows):
+        with self._state.together():
             return self._exchange.finish() if self._exchange.travels else rows

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from oases.autotp.layers import has_argument
 from oases.autotp.preconditions import checkpoints
 from oases.core.execution.agreement import is_sampled, samples_of
-from oases.core.execution.failure import monitor_of
+from oases.core.execution.failure import begin_call, watch_passes
 from oases.core.execution.group import (
     ProcessGroup,
     all_gather_objects,
     group_name,
     group_of,
     group_size,
-    scheduler_of,
 )
 from oases.core.execution.piece import BlockParameters, default_generators
-from oases.core.execution.propagation import watch_passes
 from oases.errors import UsageError
 
 _CAPTURED = ("output_attentions", "output_router_logits")
@@ -68,10 +66,10 @@ class ModelHooks:
         """Register the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
-        watch_passes(model, self._groups)
+        watch_passes(model, self._group_now)
 
-    def _groups(self) -> list[ProcessGroup | None]:
-        return [group_of(self._group)]
+    def _group_now(self) -> ProcessGroup | None:
+        return group_of(self._group)
 
     def at_call(self, number: int, seed: int | None = None) -> None:
         """Set the number of training calls so far, and the seed unless it is None, for a resumed run."""
@@ -132,10 +130,8 @@ class ModelHooks:
         for name, tensor in tensors.items():
             form += [f"shape of {name}", tensor.shape, f"type of {name}", tensor.dtype]
         self._number += 1
-        monitor = monitor_of(group, scheduler_of(group), next(model.parameters()).device)
-        monitor.check()
         samples = samples_of(tensors.values()) if is_sampled(self._number) else None
-        monitor.begin_call(type(model).__name__, tuple(form), samples)
+        begin_call(group, type(model).__name__, tuple(form), samples)
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:

@@ -34,8 +34,9 @@ from oases.checkpoint.state import (
     set_random_states,
     state,
 )
+from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
-from oases.distributed.shard_map import raise_together, shard_map
+from oases.distributed.shard_map import shard_map
 from oases.errors import UsageError, make_folder
 from oases.safetensors_files import write_header
 

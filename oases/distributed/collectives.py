@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut
+from oases.core.execution.failure import monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
-from oases.core.execution.propagation import watch_group
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -59,7 +59,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        watch_group(ctx.process_group, ctx.label)
+        watch_backward(monitor_of(ctx.process_group), ctx.label)
         rank, ranks = group_rank(ctx.process_group), group_size(ctx.process_group)
         return ctx.cut.take(grad, rank, ranks).contiguous(), None, None, None
 
@@ -73,7 +73,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        watch_group(ctx.process_group, ctx.label)
+        watch_backward(monitor_of(ctx.process_group), ctx.label)
         return all_gather_cut(grad, ctx.cut, ctx.process_group, ctx.label), None, None, None
 
 
@@ -85,7 +85,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        watch_group(ctx.process_group, ctx.label)
+        watch_backward(monitor_of(ctx.process_group), ctx.label)
         return grad, None, None
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.execution.communication import agreed_group
+from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-from oases.core.execution.propagation import told
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -55,10 +55,9 @@ class _Lane:
         self.buckets = buckets
         self._next = 0
         self._wire = wire
-        device = buckets[0].parameters[0].device.type if buckets else "cpu"
         sizes = [sum(each.numel() for each in bucket.parameters) for bucket in buckets]
         about = ("numbers in each bucket", tuple(sizes))
-        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire", about)
+        agreed_group(self._group_name, "the average of gradients", wire or None, "gradient_wire", about)
 
     @property
     def group(self) -> ProcessGroup:
@@ -142,9 +141,12 @@ class GradientAverager:
         ]
 
     @property
-    def groups(self) -> list[ProcessGroup]:
-        """Groups over which gradients are averaged."""
-        return [lane.group for lane in self._lanes]
+    def group(self) -> ProcessGroup | None:
+        """The first group over which gradients are averaged."""
+        return self._lanes[0].group if self._lanes else None
+
+    def _together(self) -> FailTogether:
+        return FailTogether(monitor_of(self.group), "the average of gradients", keeps_type=True)
 
     def _hook(self, lane: _Lane, bucket: _Bucket) -> Any:
         def note(parameter: Tensor) -> None:
@@ -159,7 +161,7 @@ class GradientAverager:
         """Context of the last backward pass of an optimizer step; afterwards gradients are averages."""
         self.begin()
         try:
-            with told(self.groups, "the average of gradients"):
+            with self._together():
                 yield
         finally:
             self._active = False
@@ -174,7 +176,7 @@ class GradientAverager:
     def finish(self) -> None:
         """Send the other buckets and replace all gradients by the averages."""
         self._active = False
-        with told(self.groups, "the average of gradients"):
+        with self._together():
             for lane in self._lanes:
                 lane.send(flush=True)
             for lane in self._lanes:

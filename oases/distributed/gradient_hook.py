@@ -37,7 +37,7 @@ def quantized_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
         done.set_result(buffer)
         return done
     about = ("numbers in a bucket", buffer.numel())
-    wire = group_of(agreed_group(group_name(group), "quantized_hook", QUANTISED, buffer.device.type, about=about))
+    wire = group_of(agreed_group(group_name(group), "quantized_hook", QUANTISED, about=about))
     assert wire is not None
     work = wire.allreduce([buffer, _residual_of(bucket.parameters()[0], buffer)])
     return work.get_future().then(lambda _: buffer.div_(group_size(group)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oases.core.execution.clock import Clock
 from oases.core.execution.communication import quantised_type
-from oases.core.execution.failure import monitor_of
+from oases.core.execution.failure import begin_call
 from oases.core.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.core.reporting import Row
 from oases.core.schedule import Op, Schedule, validate
@@ -290,10 +290,7 @@ class StageMessages:
 
     def _agree(self) -> None:
         """Compare the wire with that of all ranks of the run."""
-        group = self._mesh.run
-        if group is not None:
-            monitor = monitor_of(group, scheduler_of(group), self._device)
-            monitor.begin_call("messages between pipeline stages", ("pipeline_wire", self._wire or None))
+        begin_call(self._mesh.run, "messages between pipeline stages", ("pipeline_wire", self._wire or None))
 
     def _layout(self, lane: _Lane, form: Form) -> Layout:
         return Layout(form, lane.degree if self._split[lane.degree] else 1, quantised=bool(self._wire))

@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from oases.core.execution.executor import Context, Executor, FailureScope, Place, StackHandles, Step
+from oases.core.execution.executor import Context, Executor, Place, StackHandles, Step
+from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.piece import Piece
 from oases.core.schedule import Schedule
 from oases.distributed.messages import StageMessages
@@ -124,15 +126,18 @@ class StageRunner:
             "R": self._do_R, "B": self._do_B, "W": self._do_W,
             **{f"send {of}": self._send for of in "FB"}, **{f"receive {of}": self._receive for of in "FB"},
         }  # fmt: skip
-        guard = FailureScope(self.pipeline, f"stage {self.stage}", None, self._forget)
-        executor = Executor(handlers, guard, Context(spans))
+        executor = Executor(handlers, self.pipeline, f"stage {self.stage}", Context(spans))
         steps = self._steps if keep else self._forward_steps
+        monitor = monitor_of(None if self.messages is None else dist.group.WORLD)
         try:
-            if self.messages is not None:
-                self.messages.begin(step.op for step in steps)
-            yield executor
-            if self.messages is not None:
-                self.messages.end()
+            with FailTogether(
+                monitor, executor.place, remedy=executor.remedy
+            ):  # neighbours then know why lanes close
+                if self.messages is not None:
+                    self.messages.begin(step.op for step in steps)
+                yield executor
+                if self.messages is not None:
+                    self.messages.end()
         except BaseException:
             self._forget()
             if self._average is not None and keep:

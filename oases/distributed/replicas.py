@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from oases.core.execution.failure import watch_passes
 from oases.core.execution.group import ProcessGroup, group_name, group_of
-from oases.core.execution.propagation import watch_passes
 from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.gradient_averaging import GradientAverager
 
@@ -78,9 +78,9 @@ class Replicas(AverageSwitch):
         """Data-parallel ranks; None where the gradients of experts alone are averaged."""
         return group_of(self._group)
 
-    def groups(self) -> list[ProcessGroup]:
-        """Groups over which the next backward pass averages."""
-        return [] if self._average is None else self._average.groups
+    def averaged_over(self) -> ProcessGroup | None:
+        """A group over which the next backward pass averages."""
+        return None if self._average is None else self._average.group
 
     def called(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: prepare for the module's trainable parameters of now."""
@@ -132,7 +132,7 @@ def average_over(module: nn.Module, group: ProcessGroup | None, wire: str = "") 
         _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
     replicas = Replicas(group, wire)
     module.register_forward_pre_hook(replicas.called)
-    watch_passes(module, replicas.groups)
+    watch_passes(module, replicas.averaged_over)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)
     return replicas

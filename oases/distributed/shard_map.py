@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,27 +176,6 @@ def united_names(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
                 found.update({name: first for name, before in found.items() if before in known})
             found.update(dict.fromkeys(others, first))
     return found
-
-
-@contextmanager
-def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
-    """Raise an exception of the body on every rank at the end of the block. Collective.
-
-    No rank is then left waiting in a later collective. The body itself must contain no collective.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    told = None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")
-    said = all_gather_objects(told, process_group)
-    if mine is not None:
-        raise mine
-    for rank, what in enumerate(said):
-        if what is not None:
-            is_usage_error, text = what
-            raise (UsageError if is_usage_error else RuntimeError)(f"rank {rank}: {text}")
 
 
 def _cutting(name: str, holder: nn.Module, process_group: ProcessGroup | None) -> ProcessGroup | None:

@@ -167,9 +167,8 @@ class ShardedGradientAverager:
         for bucket in self._buckets:
             lane = group_name(bucket.unit.group)
             if lane not in self._lanes and bucket.unit.group.size() > 1:
-                device = next(iter(bucket.trained.values())).device.type
                 caller = "the average of sharded gradients"
-                agreed_group(lane, caller, self._wire or None, device, "gradient_wire")
+                agreed_group(lane, caller, self._wire or None, "gradient_wire")
             self._lanes.setdefault(lane, []).append(bucket)
             bucket.unit.computed = self._computed(bucket, lane)
             for name, parameter in bucket.trained.items():

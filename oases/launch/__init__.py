@@ -1,1 +1,1 @@
-"""Launcher of a run's ranks: elastic agents, the fork server, rank start-up, roll calls."""
+"""Launcher of a run's ranks: elastic agents, the fork server, rank start-up."""

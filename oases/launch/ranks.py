@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -25,10 +24,11 @@ import torch.distributed as dist
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server, memory
 from oases.launch.agents import RankFailedError, launch
-from oases.launch.roll_call import RollCall
 from oases.limits import MOST_LOCAL_RANKS
 from oases.testbed import Backend, Nodes
 
+_LATER_SECONDS = 1.0
+"""A rank that hears of a failure leaves this much later than the one that failed, which the launcher then names."""
 _RESTARTS = "OASES_RESTARTS"
 """Environment variable of the ranks: number of restarts by `run_ranks`."""
 
@@ -177,19 +177,19 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         "127.0.0.1",
     ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    roll_call = RollCall(rank, options.size, _waiting_for)
-    _end_at_sigterm(lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
-    signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
+    for number in fork_server.HELD_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # also in a store or in gloo; the launcher says so
     fork_server.release_signals()
     try:
         _join(options, local_rank)
         result = function(*arguments)
         dist.barrier()
-        roll_call.stop()
         dist.destroy_process_group()
         return result
     except UsageError as error:
-        if rank == 0 or not dist.is_initialized():  # all ranks that came together raise it
+        from oases.core.execution.failure import has_failed
+
+        if rank == 0 or has_failed() or not dist.is_initialized():  # else all ranks raise it
             print(f"oases: error: {error}", file=sys.stderr, flush=True)
         _leave(2)
     except SavedExit as ended:
@@ -200,33 +200,26 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
             options.exit_code.value = SAVED_EXIT_CODE
         _leave(SAVED_EXIT_CODE)
     except Exception as error:
-        from oases.core.execution.failure import lost_a_rank
+        _leave_after(error, rank)
 
-        if lost_a_rank(error):
-            lost = "the connection to the ranks' store is lost: " * isinstance(error, dist.DistNetworkError)
-            _end(lost + str(error).strip().splitlines()[0], roll_call)
+
+def _leave_after(error: Exception, rank: int) -> NoReturn:
+    """Exit with the failure: a traceback where it is this rank's own, else a line, and later."""
+    from oases.core.execution.failure import FailedRankError, lost_a_rank
+
+    lost = lost_a_rank(error.__cause__ or error)
+    if not (lost or (isinstance(error, FailedRankError) and error.failure.rank != rank)):
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
-
-
-def _end_at_sigterm(handler: Callable[[int, Any], NoReturn]) -> None:
-    """Handle SIGTERM, from a thread where the main thread cannot: blocked by a store or gloo for a peer.
-
-    Without it the launcher would wait half a minute before it kills the rank. Another handler that is set later, of a
-    run that saves first, is left alone.
-    """
-    signal.signal(signal.SIGTERM, handler)
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while number := os.read(read, 1):
-            time.sleep(0.5)  # for the main thread, whose handler sets another
-            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
-                handler(signal.SIGTERM, None)
-
-    threading.Thread(target=watch, name="oases-sigterm", daemon=True).start()
+    why, waiting = (str(error).strip().splitlines() or [""])[0], _waiting_for()
+    if isinstance(error, dist.DistNetworkError):
+        why = f"the connection to the ranks' store is lost: {why}"
+    if lost and waiting and "waited for" not in why:
+        why += f" while it waited for {waiting}"
+    who = "" if why.startswith(f"rank {rank} ") else f"rank {rank}: "
+    print(f"oases: {who}{why}", file=sys.stderr, flush=True)
+    time.sleep(_LATER_SECONDS)
+    _leave(1)
 
 
 def _join(options: RankOptions, local_rank: int) -> None:
@@ -273,30 +266,6 @@ def _why_apart(error: str, options: RankOptions) -> str:
         )
     first = (error.strip().splitlines() or [""])[0]
     return f"rank {rank} cannot join the others at {address}:{port}: {first}; check MASTER_ADDR and MASTER_PORT"
-
-
-def _end(message: str, roll_call: RollCall) -> NoReturn:
-    """Exit with a last message: the failure, the op this rank waited for, and the missing ranks."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, waiting = roll_call.rank, _waiting_for()
-    if not message.startswith(f"rank {rank} "):
-        message = f"rank {rank}: {message}"
-    if waiting and "waited for" not in message:
-        message += f" while it waited for {waiting}"
-    print(f"oases: {message}{_others(roll_call, waiting)}", file=sys.stderr, flush=True)
-    _leave(1)
-
-
-def _others(roll_call: RollCall, waiting: str) -> str:
-    """Describe the ranks missing from the op this rank waited for: gone, or busy with something else."""
-    text = ""
-    for rank, doing in roll_call.call().items():
-        if doing is None:
-            text += f"; rank {rank} is gone"
-        elif waiting and doing != waiting:
-            text += f"; rank {rank} is missing: it " + (f"waits for {doing}" if doing else "has not come to it")
-    return text
 
 
 def _leave(code: int) -> NoReturn:

@@ -107,7 +107,7 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         assert self.process_group is not None
         if is_real(tokens) and not torch.compiler.is_compiling():
             caller = f"the embedding of {self.num_embeddings} x {self.embedding_dim}"
-            agreed_group(self._group_name, caller, None, tokens.device.type, about=form_of_input(tokens))
+            agreed_group(self._group_name, caller, None, about=form_of_input(tokens))
         return look_up(tokens, self.weight, self.num_embeddings, self.process_group, self.padding_idx)
 
     def extra_repr(self) -> str:

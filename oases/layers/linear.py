@@ -18,8 +18,8 @@ from oases.core.blocks.sharding import register_shards
 from oases.core.execution.call import refuse_second_derivatives
 from oases.core.execution.communication import agreed_at_trace, agreed_group, form_of_input, quantised_type
 from oases.core.execution.compiled import autocast
+from oases.core.execution.failure import monitor_of, watch_backward
 from oases.core.execution.group import HoldsGroup, ProcessGroup, group_of, group_rank, group_size, resolve, shard_size
-from oases.core.execution.propagation import watch_group
 from oases.core.execution.weight_gradient import linear
 from oases.distributed.collectives import gather, scatter
 from oases.layers.chunks import Chunks, Kind, NumChunks, is_real
@@ -116,9 +116,9 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
             return self._group_name  # the forward pass of a column-parallel linear sends nothing
         caller = f"the {self.kind}-parallel linear of {self.in_features} -> {self.out_features} features"
         if torch.compiler.is_dynamo_compiling():
-            return agreed_at_trace(self._group_name, caller, self.wire_dtype, x.device.type)
+            return agreed_at_trace(self._group_name, caller, self.wire_dtype)
         if is_real(x):
-            return agreed_group(self._group_name, caller, self.wire_dtype, x.device.type, about=form_of_input(x))
+            return agreed_group(self._group_name, caller, self.wire_dtype, about=form_of_input(x))
         return self._group_name  # of a fake tensor nothing is sent
 
     def extra_repr(self) -> str:
@@ -133,7 +133,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
 def _begin_backward(name: str, group: str, _: Tensor) -> None:
     """Hook of a result; raises where the backward op, which has no derivative, is recorded."""
     refuse_second_derivatives(name)
-    watch_group(group_of(group), name)
+    watch_backward(monitor_of(group_of(group)), name)
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from oases.core.blocks.sharding import Cut
 from oases.core.execution.communication import agreed_group
+from oases.core.execution.failure import monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
-from oases.core.execution.propagation import watch_group
 from oases.distributed.collectives import all_reduce
 from oases.layers.chunks import is_real
 from oases.layers.embedding import require_range
@@ -62,7 +62,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
-        watch_group(ctx.process_group, "the cross-entropy")
+        watch_backward(monitor_of(ctx.process_group), "the cross-entropy")
         softmax, local, mine, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0)
         target = (ctx.smoothing - 1) * mine.unsqueeze(-1).to(softmax.dtype)
@@ -116,7 +116,7 @@ def parallel_cross_entropy(
             "shape of the targets", targets.shape, "size of the vocabulary", vocabulary,
             "type of the logits", logits.dtype, "label smoothing", label_smoothing,
         )  # fmt: skip
-        agreed_group(group.group_name, "parallel_cross_entropy", None, logits.device.type, about=about)
+        agreed_group(group.group_name, "parallel_cross_entropy", None, about=about)
     ignored = targets == ignore_index
     require_range("target", targets.masked_fill(ignored, 0), vocabulary)
     losses = _ParallelCrossEntropy.apply(logits, targets, ignored, vocabulary, label_smoothing, group)

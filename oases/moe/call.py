@@ -44,14 +44,14 @@ class ExpertCall(ScheduledCall):
 
     def finish_block(self, block: int) -> list[Tensor | None]:
         """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
-        with self._guard:
+        with self._together():
             self._run_to(self._ends[block])
             gradients = self._blocks.gradients_of(block)
             return [gradients[number] for number in self._parameters[block].trained]
 
     def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run the rest; return the gradient of the input."""
-        with self._guard:
+        with self._together():
             self._run_to(len(self._backward))
             return self._blocks.input_gradient(), []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.core.execution.communication import WireType, wire_type
-from oases.core.execution.failure import FailsTogether
+from oases.core.execution.failure import FailsTogether, FailTogether
 from oases.core.execution.group import (
     ProcessGroup,
     group_name,
@@ -25,7 +25,6 @@ from oases.core.execution.group import (
     refuse_capture,
     resolve,
 )
-from oases.core.execution.propagation import fail_together
 from oases.errors import UsageError
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
@@ -207,7 +206,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         refuse_capture(x)
         group = self.process_group
         monitor = begin_call(group, self.name, x, training=self.training)
-        with fail_together(monitor, self.name, unanimous=(RoutingError, _StopRecomputationError)):
+        with FailTogether(monitor, self.name, unanimous=(RoutingError, _StopRecomputationError)):
             if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
                 raise UsageError(
                     f"{self.name}: the input must be of floating-point numbers [..., {self.hidden}], got {x.dtype} "
@@ -260,7 +259,6 @@ class OverlappedMoE(FailsTogether, nn.Module):
                     "call it in evaluation mode there"
                 )
         else:
-            self._placement_state.agree(group)
             if self.training:
                 self._begin(len(x), group)
             settings = [self._placement_state.setting(self.router)]
@@ -282,7 +280,6 @@ class OverlappedMoE(FailsTogether, nn.Module):
         opened = self._placement_state.passes.newest() if self.training and is_recomputation() else None
         if opened is not None:
             return opened.setting, opened
-        self._placement_state.agree(self.process_group)
         if not self.training:
             return self._placement_state.setting(self.router), None
         self._begin(tokens, self.process_group)
@@ -351,7 +348,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         self.router.note(routing.demand)
         if self._recorder is not None and group_rank(self.process_group) == 0:
             (recorder, layer), state = self._recorder, self._placement_state
-            recorder.write(state.before + state.number - 1, layer, demand.counts)
+            recorder.write(state.number - 1, layer, demand.counts)
 
     def _share_of(self, routing: Routing) -> Routing:
         tensor_group = group_of(self._tensor_group)

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from oases.core.execution.failure import known_monitor
 from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
 from oases.moe.costs import Costs
@@ -87,9 +86,8 @@ class PlacementState:
         self._layer = layer
         self.method, self.costs = method, costs
         self.passes = OpenPasses()
-        self.before, self.number = 0, 0
-        """Numbers of training passes: before the ranks agreed on their state, and since."""
-        self._failures = 0
+        self.number = 0
+        """Number of training passes."""
         self._experts, self._devices = experts, devices
         self._memory_budget = memory_budget
         counts = np.zeros((experts, devices), dtype=np.int64)
@@ -116,20 +114,6 @@ class PlacementState:
         if placement is not None:
             self._check(placement)
         self._fixed = placement
-
-    def agree(self, group: ProcessGroup | None) -> None:
-        """Begin again, at the start of a call, if the group has failed: some ranks were further in their call.
-
-        group: of the ranks that are to agree, which all know of a failure before they call again.
-        """
-        monitor = known_monitor(group)
-        failures = 0 if monitor is None else monitor.scheduler.failures
-        if self._failures != failures:
-            self._failures = failures
-            self.before, self.number = self.before + self.number, 0
-            self.passes = OpenPasses()
-            self._planner = None
-            self._current = self._next = self._plain
 
     def setting(self, router: Router | None) -> RoutingState:
         """Routing state of a pass that begins now; the same object until it changes."""

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.core.execution import failure
 from oases.core.execution.call import refuse_second_derivatives
-from oases.core.execution.failure import FailureMonitor, monitor_of
-from oases.core.execution.group import ProcessGroup, group_of, group_size, scheduler_of
-from oases.core.execution.propagation import watch_group
+from oases.core.execution.failure import FailureMonitor, monitor_of, watch_backward
+from oases.core.execution.group import ProcessGroup, group_of
 from oases.moe.dispatch import RoutingError
 from oases.moe.placement_data import Integers, Placement
 
@@ -103,13 +103,13 @@ class OpenPasses:
 
 
 def begin_call(group: ProcessGroup | None, label: str, x: Tensor, *, training: bool) -> FailureMonitor | None:
-    """Begin a call of a layer or stack; return the group's monitor, None for one rank.
+    """Begin a call of a layer or stack; return the failure monitor, None for one rank.
 
     UsageError or FailedRankError, on all ranks, where their calls differ in more than the number of tokens.
     """
-    if group is None or group_size(group) == 1:
+    monitor = monitor_of(group)
+    if monitor is None:
         return None
-    monitor = monitor_of(group, scheduler_of(group), x.device)
     monitor.check()
     if not is_recomputation():  # under activation checkpointing its mode is another than that of the forward pass
         gradients = torch.is_grad_enabled()
@@ -117,7 +117,7 @@ def begin_call(group: ProcessGroup | None, label: str, x: Tensor, *, training: b
             "type of the input", x.dtype, "computation of gradients", gradients, "training mode", training,
             "gradient of the input", gradients and x.requires_grad,
         )  # fmt: skip
-        monitor.begin_call(label, form)
+        failure.begin_call(group, label, form)
     return monitor
 
 
@@ -136,7 +136,7 @@ class _Closing(torch.autograd.Function):
                 "backward pass"
             )
         ctx.has_run = True
-        watch_group(group_of(ctx.group), ctx.label)
+        watch_backward(monitor_of(group_of(ctx.group)), ctx.label)
         if ctx.each is not None:
             ctx.each.closed = True
         return grad, None, None, None

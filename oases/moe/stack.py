@@ -15,9 +15,8 @@ from oases.core.blocks.checks import BlockList, BypassedHooks
 from oases.core.blocks.stack_call import leaves_of
 from oases.core.execution.call import apply_call
 from oases.core.execution.executor import Context
-from oases.core.execution.failure import FailsTogether
+from oases.core.execution.failure import FailsTogether, FailTogether
 from oases.core.execution.group import ProcessGroup, refuse_capture
-from oases.core.execution.propagation import fail_together
 from oases.core.schedule import Schedule, generate_experts, validate
 from oases.distributed.fsdp import FsdpUnit
 from oases.errors import UsageError
@@ -156,7 +155,7 @@ class ExpertStack(FailsTogether, nn.Module):
         if not self._units:  # FSDP has hooks of its own
             for number, hooks in enumerate(self._hooks):
                 hooks.refuse(number)
-        with fail_together(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
+        with FailTogether(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
             leaves = leaves_of(self._known, self._units) if differentiable else []

@@ -249,7 +249,7 @@ def check_result(method, said, grad):
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Forgetful)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     with torch.set_grad_enabled(grad):
-        expected = stack(x)
+        stack(x)
         dist.barrier()
         if dist.get_rank() == 1:
             stack.blocks[0].method = method
@@ -259,8 +259,6 @@ def check_result(method, said, grad):
         )
         with pytest.raises(FailedRankError, match=message):
             stack(x)
-        stack.blocks[0].method = ""
-        assert torch.equal(stack(x), expected)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -331,11 +331,11 @@ EXECUTION = (
         "The first row of each rank's part of the vocabulary is left out.",
     ),
     Mutation(
-        "failure_not_reported_to_all_groups",
-        "oases_train/failure_notifier.py",
-        "        for monitor in pending:\n            monitor.report_failure(",
-        "        for monitor in pending[:0]:\n            monitor.report_failure(",
-        ("train/test_failure_notifier.py",),
+        "failure_not_told",
+        "oases/core/execution/failure.py",
+        'json.loads(self._store.compare_set("failure", "", json.dumps(asdict(failure))))',
+        "asdict(failure)",
+        ("core/blocks/test_failure.py",),
         "Other ranks are not told of a failure.",
     ),
     Mutation(

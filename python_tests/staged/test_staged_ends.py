@@ -245,7 +245,6 @@ scheduler = OverlapScheduler(group)
 thread = threading.Thread(target=lambda: scheduler.wait(scheduler.all_reduce(torch.ones(3))))
 thread.start()
 assert started.wait(60)
-assert scheduler.failures == 0
 assert scheduler.errors() == {} and scheduler.exempted() == {}
 thread.join()
 dist.destroy_process_group()
@@ -254,6 +253,6 @@ print("ended")
 
 
 @pytest.mark.long
-def test_a_scheduler_is_asked_for_failures_while_a_collective_starts_that_takes_pythons_lock():
+def test_a_scheduler_is_asked_while_a_collective_starts_that_takes_pythons_lock():
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "ended\n", done.stderr

@@ -41,13 +41,12 @@ def test_failures_under_random_delays(two_virtual, where):
 def check_failure(ranks, block, where, seed):
     results = ranks.run(fails_in_a_step, block, where, seed)
     assert results[1][0] == "raised", "the rank that failed"
-    for _, wrong, recovered in results:
+    for _, wrong in results:
         assert not wrong, "gradients that are neither right nor NaN"
-        assert recovered
 
 
 def fails_in_a_step(number, where, seed):
-    """Whether the step raised; gradients that are finite and wrong; whether the next steps are right."""
+    """Whether the step raised; gradients that are finite and wrong."""
     module, place = device.take()
     module.set_delays(2e-3 if seed else 0.0, seed)
     expected = step(make_stack("cpu"), *given())  # the group's monitor was made for tensors of the CPU
@@ -62,22 +61,17 @@ def fails_in_a_step(number, where, seed):
     said = "returned"
     try:
         stack(x.detach().requires_grad_()).backward(grad)
-    except FailedRankError as error:
-        said, usable = "raised", error.usable
+    except FailedRankError:
+        said = "raised"
     torch.accelerator.synchronize()
     found = [parameter.grad for parameter in stack.parameters()]
     wrong = [
         at for at, (a, b) in enumerate(zip(found, expected[2:], strict=True))
         if a is not None and a.cpu().isfinite().all() and not torch.allclose(a.cpu(), b)
     ]  # fmt: skip
-    block.product = product
-    if said == "returned":  # its next call says so
-        with pytest.raises(FailedRankError, match=r"out of luck.*This rank had ended its call") as caught:
-            step(stack, x, grad)
-        usable = caught.value.usable
-    again = on("cpu", step(stack, x, grad)) if usable else []
-    recovered = usable and all(torch.allclose(a, b) for a, b in zip(again, expected, strict=True))
-    return said, wrong, recovered
+    with pytest.raises(FailedRankError, match="out of luck"):  # also where it had ended its call
+        step(stack, x, grad)
+    return said, wrong
 
 
 def test_confirm_tells_of_a_failure_before_the_optimizer_step(two_virtual):
@@ -114,9 +108,5 @@ def confirms():
     else:
         step(stack, x, grad)
         store.set("backward has returned", "1")
-        with pytest.raises(FailedRankError, match="out of luck") as caught:
+        with pytest.raises(FailedRankError, match="out of luck"):
             stack.confirm()
-        assert "had ended its call" not in str(caught.value), "it has not stepped yet"
-    block.product = product
-    assert all(each.isfinite().all() for each in step(stack, x, grad))
-    stack.confirm()

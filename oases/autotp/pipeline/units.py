@@ -19,7 +19,7 @@ from oases.autotp.export import running_without_data, without_data
 from oases.autotp.module_snapshot import recorders, unrecorded
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.autotp.pipeline.stages import Crossings, Division
-from oases.core.execution.propagation import EarlyEnd
+from oases.core.execution.failure import EarlyEnd
 
 
 class PartEnd(EarlyEnd):

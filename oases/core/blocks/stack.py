@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ from oases.core.execution.autotune import Turn
 from oases.core.execution.call import apply_call, refuse_recomputation
 from oases.core.execution.communication import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.core.execution.executor import WHOLE_BATCH, Context
-from oases.core.execution.failure import FailsTogether, FailureMonitor, monitor_of
+from oases.core.execution.failure import FailsTogether, begin_call, monitor_of
 from oases.core.execution.group import ProcessGroup, group_of, refuse_capture, resolve
 from oases.core.execution.piece import outside_of_dynamo
 from oases.core.schedule import Recompute, Schedule, generate, validate
@@ -128,10 +127,9 @@ class OverlappedStack(FailsTogether, nn.Module):
         self._compiled: list[nn.Module] = []
         self._tunings: Tunings | None = None
         self.seed: int | None = None  # of the random streams; rank 0's initial seed from the first forward pass on
-        self._agreed = -1  # failures of the group before the ranks agreed on seed and calls
+        self._agreed = False  # whether the ranks have agreed on seed and calls
         self.calls = 0
         """Number of forward passes, which selects the random streams."""
-        self._monitor: Callable[[], FailureMonitor | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
 
     def _adopt_blocks(self) -> None:
@@ -162,10 +160,10 @@ class OverlappedStack(FailsTogether, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
         caches: dict[str, Any] = {
-            "_monitor": _nothing, "_block_parameters": [], "_hooks": [], "_programs": {},
+            "_block_parameters": [], "_hooks": [], "_programs": {}, "_agreed": False,
             "_small": None, "_tunings": None if self._tunings is None else self._tunings.copied(),
         }  # fmt: skip
-        return {**self.__dict__, **caches, "_agreed": -1}
+        return {**self.__dict__, **caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state with a new number: rows of a report are of one stack."""
@@ -231,14 +229,12 @@ class OverlappedStack(FailsTogether, nn.Module):
 
     def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs], scheduler: Scheduler) -> Tuning:
         assert self._tunings is not None
-        if isinstance(scheduler, OverlapScheduler) and self._agreed not in (-1, scheduler.failures):
-            self._tunings.begin_again()
         joint = self.joint_blocks if self._can_cut_tokens(x, 4, inputs) else None
 
         def agree() -> None:
             if isinstance(scheduler, OverlapScheduler):
                 form = ("shape of the input", x.shape, "type of the input", x.dtype)  # as `form_of` begins
-                self._checked_monitor(scheduler, x.device).begin_call(self.label, form)
+                begin_call(self.process_group, self.label, form)
 
         group = group_of(self.tuned_over if self.tensor_parallel > 1 else "") or self.process_group
         return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree, bool(self.tuned_over))
@@ -327,19 +323,19 @@ class OverlappedStack(FailsTogether, nn.Module):
         held = CallInputs(inputs, cut, with_gradients=with_gradients)
         monitor = None
         if isinstance(scheduler, OverlapScheduler):
-            monitor = self._checked_monitor(scheduler, x.device)
+            group = self.process_group
+            monitor = monitor_of(group)
             form = form_of(
                 x, inputs, parameters, schedule, program.order, self.wire_dtype, training=self.training,
                 gradients=with_gradients,
             )  # fmt: skip
-            monitor.begin_call(self.label, form, compared(x, inputs, self.calls + 1))
+            begin_call(group, self.label, form, compared(x, inputs, self.calls + 1))
             if isinstance(self.wire_dtype, str):
-                add_wire(cast(ProcessGroup, self.process_group))
-        failures = 0 if monitor is None else monitor.scheduler.failures
-        if self._agreed != failures:
+                add_wire(cast(ProcessGroup, group))
+        if not self._agreed:
             seed, self.calls = agree_on_seed(self.process_group, self.calls)
             self.seed = seed if self.seed is None else self.seed
-            self._agreed = failures
+            self._agreed = True
         assert self.seed is not None
         self.calls += 1
         leaves = leaves_of(parameters, self._units) if with_gradients else []
@@ -366,15 +362,6 @@ class OverlappedStack(FailsTogether, nn.Module):
                 raise RuntimeError("blocks were replaced after compile_blocks(); make a new OverlappedStack of them")
             self._adopt_blocks()
         return self._compiled or list(self.blocks)
-
-    def _checked_monitor(self, scheduler: OverlapScheduler, device: torch.device) -> FailureMonitor:
-        """The group's failure monitor. Raises another rank's failure, if there is one."""
-        monitor = self._monitor()
-        if monitor is None or monitor.scheduler is not scheduler:
-            monitor = monitor_of(cast(ProcessGroup, self.process_group), scheduler, device)
-            self._monitor = ref(monitor)
-        monitor.check()
-        return monitor
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """Current parameters of the blocks; refreshed where modules have changed."""

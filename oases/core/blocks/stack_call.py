@@ -130,10 +130,10 @@ class StackCall(ScheduledCall):
 
     def finish_block(self, block: int) -> list[Tensor | None]:
         """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
-        guard, parameters, above = self._guard, self._cut[block], block + 1
-        with guard:
+        parameters, above = self._cut[block], block + 1
+        with self._together():
             self._run_to(self._ends[block])
-            guard.current_op = f"the gradients of block {block}"
+            self._executor.current_op = f"the gradients of block {block}"
             replicated = self._summed(above) if above < self.num_blocks else []
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
@@ -148,9 +148,9 @@ class StackCall(ScheduledCall):
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
         """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
-        with self._guard:
+        with self._together():
             self._run_to(len(self._backward))
-            self._guard.current_op = "the gradient of the input"
+            self._executor.current_op = "the gradient of the input"
             grad = self._blocks.input_gradient()
             others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
         self._stop_clock()
@@ -182,9 +182,9 @@ class StackCall(ScheduledCall):
             for parameter in self._cut[block].parameters
         }
         sums: dict[int, Tensor] = {}
-        with self._guard:
+        with self._together():
             for block in reversed(range(self.num_blocks)):
-                self._guard.current_op = f"the weight gradients of block {block}"
+                self._executor.current_op = f"the weight gradients of block {block}"
                 found = self._blocks.weights_of(block)
                 for number in self._cut[block].replicated:
                     gradient = found[number]

@@ -166,12 +166,6 @@ class Tunings(dict[str, Tuning]):
         """
         return self.resumed | {key.split(".")[0]: each.chosen or _PENDING + each.turns for key, each in self.items()}
 
-    def begin_again(self) -> None:
-        """Drop measurements and keep choices, after a failure: ranks may have counted different calls."""
-        self.resumed = self.choices
-        self.clear()
-        self._by_form.clear()
-
     def copied(self) -> Tunings:
         """Tunings with the same choices for a copy of the stack, which may be of other ranks."""
         made = Tunings(

@@ -89,7 +89,6 @@ class Disagreement(NamedTuple):
 class _Call(NamedTuple):
     """Call that the main thread runs. asks: whether it writes its form to the store itself."""
 
-    round: int
     number: int
     form: Form
     asks: bool
@@ -105,37 +104,33 @@ class CallAgreement:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._others = [each for each in ranks if each != rank]
         self._known: dict[Hashable, Form] = {}
-        self._call = _Call(0, 0, (), False)
-        self._answered = (0, 0)
+        self._call = _Call(0, (), False)
+        self._answered = 0
         self._lock = threading.Lock()
 
     def begin(
-        self, caller: Hashable, form: Form, failures: int, samples: Samples | None, check: Callable[[], None]
+        self, caller: Hashable, form: Form, samples: Samples | None, check: Callable[[], None]
     ) -> Disagreement | None:
         """Begin a call; return how the ranks differ.
 
-        caller: its key, equal in each of its calls whose forms are to be equal. failures: of the group so far, after
-        each of which ranks may be a call apart. samples: of the
-        input, where the ranks compare them. check: raises, while this rank waits for
-        others, a failure of one of them. DistBackendError for a rank that does not come within the store's timeout.
+        caller: its key, equal in each of its calls whose forms are to be equal. samples: of the input, where the
+        ranks compare them. check: raises, while this rank waits for others, a failure of one of them.
+        DistBackendError for a rank that does not come within the store's timeout.
         """
         if not self._others:
             return None
         number = self._call.number + 1
-        if failures != self._call.round:
-            number = 1
-            self._known.clear()
         asks = samples is not None or self._known.get(caller) != form
         with self._lock:
-            self._call = _Call(failures, number, form, asks)
+            self._call = _Call(number, form, asks)
         if not asks:
             return None
         self._known[caller] = form
         mine = self._text(self._call, samples)
-        self._store.set(self._key(failures, number, self._rank), mine)
-        self._store.set(f"{self._prefix}/asked", f"{failures} {number}")
+        self._store.set(self._key(number, self._rank), mine)
+        self._store.set(f"{self._prefix}/asked", str(number))
         said = {self._rank: json.loads(mine)}
-        found = _difference(said | self._wait_for_others(failures, number, check))
+        found = _difference(said | self._wait_for_others(number, check))
         if found is not None:
             del self._known[caller]
         return found
@@ -145,26 +140,25 @@ class CallAgreement:
         key = f"{self._prefix}/asked"
         if not self._others or not self._store.check([key]):
             return
-        failures, number = map(int, self._store.get(key).split())
+        number = int(self._store.get(key))
         with self._lock:
             call = self._call
-            asked = call.round == failures and call.number >= number and not call.asks
-            if asked and self._answered != (failures, number):
-                self._answered = (failures, number)
-                self._store.set(self._key(failures, number, self._rank), self._text(call, None))
+            if call.number >= number and not call.asks and self._answered != number:
+                self._answered = number
+                self._store.set(self._key(number, self._rank), self._text(call, None))
 
-    def _key(self, failures: int, number: int, rank: int) -> str:
+    def _key(self, number: int, rank: int) -> str:
         """Key of what a rank says of a call. Two in turns, because after a disagreement, which has no collectives, a
         rank may be in its next call before another has read this one's.
         """
-        return f"{self._prefix}/{failures}/{rank}/{number % 2}"
+        return f"{self._prefix}/{rank}/{number % 2}"
 
     @staticmethod
     def _text(call: _Call, samples: Samples | None) -> str:
         form = [str(part) for part in call.form]
         return json.dumps({"number": call.number, "form": form, "stuck": not call.asks, "samples": samples})
 
-    def _wait_for_others(self, failures: int, number: int, check: Callable[[], None]) -> dict[int, dict[str, Any]]:
+    def _wait_for_others(self, number: int, check: Callable[[], None]) -> dict[int, dict[str, Any]]:
         """Collect the answers of the others, by rank; {} for one that has gone on from it, and so agreed."""
         found: dict[int, dict[str, Any]] = {}
         store: Any = self._store
@@ -172,7 +166,7 @@ class CallAgreement:
         pause = 1e-4
         while True:
             for rank in self._others:
-                key = self._key(failures, number, rank)
+                key = self._key(number, rank)
                 if rank not in found and self._store.check([key]):
                     said = json.loads(self._store.get(key))
                     if said["number"] >= number:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from oases.core.execution.executor import Context, Executor, FailureScope, Handlers, Program, Step
-from oases.core.execution.failure import FailureMonitor
+from oases.core.execution.executor import Context, Executor, Handlers, Program, Step
+from oases.core.execution.failure import FailTogether, FailureMonitor, unwatch_backward, watch_backward
 from oases.core.execution.piece import BlockParameters, Leaves
 
 Put = Callable[[int], None]
@@ -78,14 +78,14 @@ class ScheduledCall:
         self.output: Tensor | None = None
         self._name, self._program, self._work, self._parameters = name, program, work, parameters
         self._differentiable = differentiable
-        self._guard = FailureScope(program.schedule, program.label, monitor, self._forget, unanimous)
+        self._monitor, self._unanimous = monitor, unanimous
         self._gathering = gathering
         handlers = work.handlers()
         if differentiable and program.schedule.recomputed:
             handlers = _as_now(handlers, self.RECOMPUTE)
         if gathering is not None:
             handlers = gathering.around(handlers, program, partial(_put, parameters, work.leaves))
-        self._executor = Executor(handlers, self._guard, context)
+        self._executor = Executor(handlers, program.schedule, program.label, context)
         self._backward, self._ends = program.backward, program.ends
         self._recomputes = differentiable and bool(program.schedule.recomputed)
         self._versions: tuple[list[int], list[int]] | None = None
@@ -95,11 +95,11 @@ class ScheduledCall:
     def forward(self) -> Tensor:
         """Run the forward pass."""
         steps = self._program.forward
-        with self._guard, self._stand_ins(range(self.num_blocks)), torch.set_grad_enabled(self._differentiable):
+        with self._together(), self._stand_ins(range(self.num_blocks)), torch.set_grad_enabled(self._differentiable):
             if self._gathering is not None:
                 self._gathering.begin(steps)
             self._executor.run(steps)
-            self._guard.current_op = "the output"
+            self._executor.current_op = "the output"
             output = self._work.output()
         if self._recomputes:
             self._versions = self._current_versions()
@@ -109,7 +109,7 @@ class ScheduledCall:
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one, and for one that is to be differentiated."""
-        self._guard.unwatch_backward()  # what is refused here is refused on all ranks
+        unwatch_backward(self._monitor)  # what is refused here is refused on all ranks
         refuse_second_derivatives(self._name)
         if self._begun:
             raise RuntimeError(
@@ -118,7 +118,7 @@ class ScheduledCall:
             )
         self._require_unchanged()
         self._begun = True
-        self._guard.watch_backward()
+        watch_backward(self._monitor, self._program.label)
         self._work.begin_backward(grad)
         if self._gathering is not None:
             self._gathering.begin(self._backward[self._position :])
@@ -135,8 +135,15 @@ class ScheduledCall:
         self._ends = self._program.ends_of(self._backward)
         if self._gathering is not None:
             self._gathering.begin(again)
-        with self._guard:
+        with self._together():
             self._run(again)
+
+    def _together(self) -> FailTogether:
+        """Context of a part of the call. Not kept: it refers to the call, whose tensors a cycle would keep."""
+        executor = self._executor
+        return FailTogether(
+            self._monitor, executor.place, remedy=executor.remedy, unanimous=self._unanimous, forget=self._forget
+        )
 
     def _current_versions(self) -> tuple[list[int], list[int]]:
         """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oases.core.dtypes import QUANTISED, WIRE_BYTES
 from oases.core.execution.agreement import Form
-from oases.core.execution.failure import monitor_of
+from oases.core.execution.failure import begin_call, monitor_of
 from oases.core.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
 from oases.errors import UsageError
 from oases.extension import QuantizedBackend
@@ -162,7 +162,9 @@ def add_wire(group: ProcessGroup) -> str:
     Collective over the group the first time. Raises UsageError for a group of whose backends none can be made again.
     """
     scheduler = scheduler_of(group)
-    monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
+    monitor = monitor_of(group)
+    if monitor is not None:
+        monitor.calls_of(group)  # first: the scheduler of a new group is renewed, without its wires
     if scheduler.has_wire(QUANTISED) and _exists(scheduler.wire_group(QUANTISED)):
         return cast(str, scheduler.wire_group(QUANTISED))
     carriers = _carriers_of(group)
@@ -246,32 +248,28 @@ def form_of_input(x: Tensor) -> Form:
     return ("shape of the input", x.shape, "type of the input", x.dtype)
 
 
-def agreed_group(
-    group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype", about: Form = ()
-) -> str:
+def agreed_group(group_name: str, caller: str, code: str | None, option: str = "wire_dtype", about: Form = ()) -> str:
     """Name of the group that runs a caller's collectives: the one named, or its wire's, see `add_wire`.
 
     code: "int8" or None. Collective: the ranks compare what they give for this caller before anything is sent.
-    device: type of the tensors. option: what the code was given as. about: more to compare, once for each value, so
-    that inputs of varying sizes do not wait for the store every time. UsageError with both codes, on all ranks, where
-    they differ.
+    option: what the code was given as. about: more to compare, once for each value, so that inputs of varying sizes
+    do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
     """
     group = group_of(group_name)
     assert group is not None
-    monitor = monitor_of(group, scheduler_of(group), torch.device(device))
-    monitor.begin_call(caller, (option, code, *about), about=about)
+    begin_call(group, caller, (option, code, *about), about=about)
     if code is None:
         return group_name
     quantised_type(option, code)
     return add_wire(group)
 
 
-def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:
+def agreed_at_trace(group_name: str, caller: str, code: str | None) -> str:
     """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
     group = group_of(group_name)
     known = _traced.setdefault(group, {})
     if (caller, code) not in known:
-        known[caller, code] = agreed_group(group_name, caller, code, device)
+        known[caller, code] = agreed_group(group_name, caller, code)
     return known[caller, code]
 
 

@@ -1,32 +1,20 @@
 """Executor of schedules: starts, waits for or runs every op of a list.
 
-It is independent of layers and models. The caller passes a handler for each `Step.key`; labels, spans, the clock and
-failures are handled here.
+It is independent of layers and models. The caller passes a handler for each `Step.key`; labels, spans and the clock
+are handled here.
 """
 
 from __future__ import annotations
 
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
-from weakref import WeakMethod, ref
+from weakref import ref
 
-from oases.core.execution.failure import (
-    NO_PASS,
-    FailedRankError,
-    Failure,
-    FailureMonitor,
-    error_of,
-    lost_a_rank,
-)
-from oases.core.execution.propagation import watch_backward
 from oases.core.schedule import Op, Schedule
 from oases.core.schedule.ops import STARTS
-from oases.errors import UsageError
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
@@ -168,102 +156,41 @@ class Context:
     handles: StackHandles = field(default_factory=StackHandles)
 
 
-class FailureScope:
-    """Context around the ops of one stack call: an exception is raised on every rank, with the op's place.
+class Executor:
+    """Runs the steps of one call by its handlers.
 
-    monitor: None for a group of one, where only out-of-memory errors get their place. forget: releases the call's
-    tensors. unanimous: exception types that all ranks raise by themselves. A UsageError keeps its type on the rank
-    that raises it.
+    label: of the stack or stage. current_op: the op that runs now, or what else the call is about.
     """
 
-    def __init__(
-        self, schedule: Schedule, label: str, monitor: FailureMonitor | None, forget: Callable[[], None],
-        unanimous: tuple[type[Exception], ...] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, handlers: Handlers, schedule: Schedule, label: str, context: Context) -> None:
         self.current_op: Op | str = "the start of the call"
-        """The op that runs now, set by the executor."""
-        self._schedule = schedule
-        self._label = label
-        self._monitor = monitor
-        self._unanimous = unanimous
-        self._forget_weakly = WeakMethod(
-            forget
-        )  # a strong reference would be a cycle, which keeps tensors until a garbage collection
-        self._failures = 0
+        self._handlers, self._schedule, self._label, self._context = handlers, schedule, label, context
 
-    def __enter__(self) -> None:
-        self._failures = self._monitor.scheduler.failures if self._monitor is not None else 0
+    @property
+    def remedy(self) -> str:
+        """Remedy for a lack of memory."""
+        more = "" if self._schedule.recompute == "full" else "recompute='full', "
+        return f"; use {more}more than {self._schedule.num_sub_batches} sub_batches, or a smaller batch"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        monitor = self._monitor
-        self.unwatch_backward()
-        if isinstance(error, FailedRankError):
-            return
-        if monitor is not None and monitor.scheduler.failures != self._failures:  # the scheduler stopped this rank
-            self._forget()
-            raise monitor.error() from error
-        if lost_a_rank(error):
-            return  # not a failure of an op
-        if isinstance(error, self._unanimous):
-            self._forget()
-            return
-        failure = self._described(error, monitor.rank if monitor is not None else 0)
-        if monitor is None and not failure.out_of_memory:
-            return  # no other rank to notify: keep the block's own error
-        self._forget()
-        if failure.out_of_memory:
-            traceback.clear_frames(trace)  # frames hold tensors, too
-        broken = monitor.fail(failure) if monitor is not None else ""
-        if isinstance(error, UsageError) or not isinstance(error, Exception):
-            return  # an interrupt or exit keeps its type here, too
-        raise error_of(failure, broken, monitor.size if monitor is not None else 1) from error
-
-    def watch_backward(self) -> None:
-        """In a backward pass: if it ends by an exception outside of the call, such as a hook's, tell all ranks."""
-        watch_backward(self._monitor, f"the backward pass around {self._label}")
-
-    def unwatch_backward(self) -> None:
-        """Tell nobody of an exception that comes now: it is told already, or all ranks raise it."""
-        if self._monitor is not None:
-            self._monitor.watched = NO_PASS
-
-    def _forget(self) -> None:
-        forget = self._forget_weakly()
-        if forget is not None:
-            forget()
-
-    def _described(self, error: BaseException, rank: int) -> Failure:
+    def place(self) -> str:
+        """Describe the place that was reached, for errors."""
         schedule, op = self._schedule, self.current_op
-        where = f"{op} ({self._label}, schedule {schedule.name})"
-        if isinstance(op, Op):
-            line = f"line {schedule.lines[op]} of {schedule.name}"
-            where = f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
-        more = "" if schedule.recompute == "full" else "recompute='full', "
-        remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
-        return Failure.of(error, rank, where, remedy)
-
-
-class Executor:
-    """Runs the steps of one call by its handlers."""
-
-    def __init__(self, handlers: Handlers, guard: FailureScope, context: Context) -> None:
-        self._handlers, self.guard, self._context = handlers, guard, context
+        if not isinstance(op, Op):
+            return f"{op} ({self._label}, schedule {schedule.name})"
+        line = f"line {schedule.lines[op]} of {schedule.name}"
+        return f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run the steps in order; `guard.current_op` is the op that runs."""
-        handlers, guard, spans = self._handlers, self.guard, self._context.spans
+        """Run the steps in order."""
+        handlers, spans = self._handlers, self._context.spans
         if spans is None:
             for step in steps:
-                guard.current_op = step.op
+                self.current_op = step.op
                 handlers[step.key](step)
             return
         clock = self._context.clock
         for step in steps:
-            guard.current_op = step.op
+            self.current_op = step.op
             if step.is_start:
                 handlers[step.key](step)
                 continue

@@ -1,64 +1,65 @@
-"""Failure protocol: an op that fails on one rank raises an error on all, and no rank waits for ever in a collective.
+"""Failure rule: an exception on one rank raises an error on every rank, and no rank waits for ever in a collective.
 
-The failing rank writes the failure to the group's store. A monitor thread on every rank polls the store twice a
-second, which is the only cost of a step without failures. On a failure it
+The rank that fails writes its number, the op and the cause to the store of the default group, once; the first failure
+of a run counts. A thread on every rank polls the store twice a second, which is the only cost of a step without
+failures. When it finds a failure, or its own rank has one, it halts the schedulers of this process, and aborts its
+process groups a second later:
 
-1. halts this rank's scheduler and writes how many collectives this rank has started, and the latest ones;
-2. starts, with zeros, the collectives that others have started and this rank has not: every pending collective
-   completes, on gloo as on NCCL, and no memory is freed that a backend still writes to;
-3. waits for their completion on all ranks. The results are not used. On an accelerator a rank's host may have gone on
-   to the optimizer's step meanwhile: there they are filled with NaN, so that no sum is silently wrong.
+- NCCL's and staged's collectives end. Their results are not those of all ranks, and a host may have queued an
+  optimizer's step on them; `FailsTogether.confirm` looks before one.
+- gloo has no abort. A scheduler that waits for a collective on the host looks up four times a second, and throws. A
+  collective outside of a scheduler ends when the failed rank's process does, which closes its connections.
 
-Main threads take no part and are not interrupted. One that waits inside a collective or for the device continues when
-that collective completes; the current or next call of the scheduler then raises, in a stack or outside of one.
-Afterwards all ranks have started the same collectives, and the group can be used again.
+Every rank raises FailedRankError with that first failure, in what it runs then and in every later call: ranks have
+started different collectives, so the groups cannot be used again. The launcher restarts the run from a checkpoint.
 
-Where that is impossible (a rank does not answer, a pending collective was not started by the scheduler, no memory
-even for zeros), the monitors abort the process group. Errors are raised even then: NCCL's abort ends its kernels;
-gloo has no abort, so a rank that waits outside of the scheduler waits for gloo's timeout.
-
-Exceptions around stacks are propagated by `oases.core.execution.propagation`; those of an optimizer are not.
+`FailTogether` is the context of work that all ranks do together: passes of a schedule, stages, steps of a trainer. A
+backward pass and a module's forward pass are the caller's; `watch_backward` and `watch_passes` notice where they end
+early. Not noticed: exceptions between them, such as an optimizer's, and interrupts in a forward pass outside of
+stacks and layers, of which torch tells no hook; the end of their process closes its connections.
+`raise_together` is for work without collectives, after which all ranks go on, or raise the same error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
-import time
+import traceback
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.core.execution.agreement import CallAgreement, Form, Samples
-from oases.core.execution.group import HoldsGroup, ProcessGroup, group_of
+from oases.core.execution.group import HoldsGroup, ProcessGroup, all_gather_objects, scheduler_of
 from oases.errors import UsageError
+from oases.extension import OverlapScheduler
 
 _INTERVAL_SECONDS = 0.5
-_ANSWER_SECONDS = 10.0
-"""Time limit for a rank's thread to answer."""
-_DRAIN_SECONDS = 20.0
-"""Time limit for pending collectives to complete."""
-_SETTLED = "settled"
-NO_PASS = -1
+_NO_PASS = -1
 """Number of torch outside of backward passes."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank within its group, op and line, first line of the cause, remedy."""
+    """Rank, op and line, first line of the cause, remedy."""
 
     rank: int
     where: str
     cause: str
-    remedy: str
-    out_of_memory: bool
+    remedy: str = ""
+    out_of_memory: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int, where: str, remedy: str = "") -> Failure:
@@ -73,298 +74,334 @@ class Failure:
 
 
 class FailedRankError(RuntimeError):
-    """An op of a schedule failed on one rank; raised on every rank of the group.
+    """An op failed on one rank; raised on every rank of the run.
 
-    On the failing rank `__cause__` is the op's exception. Drop the step's gradients. failure: description. usable:
-    whether the stack can be called again; otherwise the group was aborted.
+    On the failing rank `__cause__` is the op's exception. failure: its description.
     """
 
     failure: Failure
-    usable: bool
 
 
 class FailedRankMemoryError(FailedRankError, torch.OutOfMemoryError):
     """FailedRankError for an out-of-memory error; `except torch.OutOfMemoryError` catches it on every rank."""
 
 
-def error_of(failure: Failure, broken: str, size: int, *, went_on: bool = False) -> FailedRankError:
-    """Error that every rank of a group of this size raises.
-
-    broken: why the group was aborted, or "". went_on: whether this rank had ended its call before.
-    """
-    text = str(failure)
-    if broken:
-        text += f". The process group was aborted ({broken}): create a new one, or restart the run"
-    else:
-        text += ". " + ("" if size == 1 else "All ranks raise this; ")
-        text += "drop this step's gradients, then the stack can be called again"
-    if went_on:
-        text += (
-            ". This rank had ended its call, and knows of the failure since its next one: if it made an optimizer "
-            "step meanwhile, load a checkpoint, and call the stack's confirm() before such steps"
-        )
-    error = (FailedRankMemoryError if failure.out_of_memory else FailedRankError)(text)
-    error.failure, error.usable = failure, not broken
+def error_of(failure: Failure, *, alone: bool = False) -> FailedRankError:
+    """Error that every rank raises. alone: this rank has no others."""
+    others = ". All ranks raise this, now and in later calls; restart the run from its newest checkpoint"
+    error = (FailedRankMemoryError if failure.out_of_memory else FailedRankError)(f"{failure}{others * (not alone)}")
+    error.failure = failure
     return error
 
 
 class FailureMonitor:
-    """Monitors one process group on this rank; its thread runs the protocol of this module's docstring.
+    """Monitor of this process, one for each default group; its thread follows this module's docstring."""
 
-    device: of the group's tensors. incarnation: distinguishes successive groups of one name.
-    """
-
-    def __init__(self, group: ProcessGroup, scheduler: Any, device: torch.device, incarnation: int) -> None:
-        self.scheduler = scheduler
-        self.rank, self.size = group.rank(), group.size()
+    def __init__(self, world: ProcessGroup) -> None:
+        self.world = ref(world)  # a reference would keep it from being destroyed
+        self.rank = world.rank()
         self.failure: Failure | None = None
-        self.watched = NO_PASS
-        """Number of the backward pass that is watched; see `oases.core.execution.propagation`."""
-        self._broken = ""
-        # The monitor's thread has a current device of its own, the first.
-        self._index = device.index
-        if self._index is None and torch.accelerator.is_available():
-            self._index = torch.accelerator.current_device_index()
-        self._name = group.group_name  # not the group itself: a reference would keep it from being destroyed
-        store: Any = _get_process_group_store(group)
+        self.watched = _NO_PASS
+        """Number of the backward pass that is watched."""
+        self.process = os.getpid()
+        store: Any = _get_process_group_store(world)
         # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
-        alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(group) == "fake"
-        self._ranks = [self.rank] if alone else list(range(self.size))
-        # A clone, because a store client is locked while another thread uses it.
-        self._store: dist.Store = dist.HashStore() if alone else store.clone()
-        self._prefix = f"oases/failure/{self._name}/{incarnation}"
-        self._settled = 0
-        self._process = os.getpid()
-        self._calls = CallAgreement(self._store, f"{self._prefix}/calls", self.rank, self._ranks)
-        self._wake = threading.Event()
-        self._stopped = False
-        scheduler.renew()
-        self._thread = threading.Thread(target=self._serve, name="oases-failure-monitor", daemon=True)
+        self._alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(world) == "fake"
+        # A clone, because a store client is locked while another thread uses it. torchrun's store outlives restarts.
+        prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = dist.PrefixStore(prefix, dist.HashStore() if self._alone else store.clone())
+        self._calls: dict[str, tuple[Any, CallAgreement]] = {}
+        self._incarnations: Counter[str] = Counter()
+        OverlapScheduler.go_on()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="oases-failure-monitor", daemon=True)
         self._thread.start()
+        finalize(world, self.stop)
 
     def stop(self) -> None:
         """Stop the thread."""
-        self._stopped = True
-        self._wake.set()
+        self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
-    def fail(self, failure: Failure) -> str:
-        """Notify every rank and wait until pending collectives have completed; "", or why the group was aborted."""
-        self.report_failure(failure)
-        return str(self.scheduler.acknowledge())
+    def tell(self, failure: Failure) -> Failure:
+        """Tell every rank of this rank's failure; return the run's first one."""
+        self.watched = _NO_PASS
+        with suppress(RuntimeError, OSError):  # the store is gone, with a rank or launcher, of which all others hear
+            failure = Failure(**json.loads(self._store.compare_set("failure", "", json.dumps(asdict(failure)))))
+        self._halt(failure)
+        return failure
 
-    def report_failure(self, failure: Failure) -> None:
-        """Notify every rank; the main thread must then acknowledge."""
-        key = self._key(
-            "failure"
-        )  # before halt(), because another failure may be settled meanwhile and change the key
-        if self.scheduler.halt(str(failure), failure.out_of_memory).newly:
-            try:
-                self._store.compare_set(key, "", json.dumps(asdict(failure)))
-                lost = "" if self._thread.is_alive() else "the group's store was lost before"
-            except (RuntimeError, OSError) as error:
-                lost = f"the group's store is lost: {error}"
-            if lost:
-                self._give_up(lost)
-            self._wake.set()
+    def check(self) -> None:
+        """Raise the run's failure, if there is one."""
+        if self.failure is not None:
+            raise error_of(self.failure)
 
-    def begin_call(self, caller: str, form: Form, samples: Samples | None = None, about: Form = ()) -> None:
-        """Begin a call whose collectives all ranks start; see `CallAgreement.begin`.
+    def calls_of(self, group: ProcessGroup) -> CallAgreement:
+        """Calls of a group, whose ranks use it for the first time together."""
+        name = group.group_name
+        known = self._calls.get(name)
+        if known is None or known[0]() is not group:
+            scheduler_of(group).renew()
+            self._incarnations[name] += 1  # the name of a destroyed group may be reused
+            ranks = [group.rank()] if self._alone else range(group.size())
+            prefix = f"calls/{name}/{self._incarnations[name]}"
+            known = self._calls[name] = ref(group), CallAgreement(self._store, prefix, group.rank(), ranks)
+        return known[1]
 
-        UsageError, on all ranks, where their forms or samples differ; FailedRankError where a rank is in its call
-        already. RuntimeError in a fork of the process that created the group.
-        """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"{caller} was called in a fork of the process that created its process group, whose connections and "
-                "threads a fork does not have; start processes by spawn, or create group and model after the fork"
-            )
-        found = self._calls.begin((caller, about), form, self.scheduler.failures, samples, self.check)
-        if found is None:
-            return
-        if not found.stuck:
-            raise UsageError(f"{caller}: {found.text}")
-        failure = Failure(self.rank, caller, found.text, "", False)
-        raise error_of(failure, self.fail(failure), self.size)
-
-    def check(self, *, went_on: bool = True) -> None:
-        """Raise another rank's failure, if there is one. went_on: this rank has ended the call that failed."""
+    def _watch(self) -> None:
         try:
-            self.scheduler.check()
-        except RuntimeError as error:
-            raise self.error(went_on=went_on) from error
-
-    def confirm(self) -> None:
-        """Wait for what is queued on the current stream, then `check` the call that queued it."""
-        if self._index is not None:
-            torch.accelerator.current_stream(self._index).synchronize()
-        self.check(went_on=False)
-
-    def error(self, *, went_on: bool = False) -> FailedRankError:
-        """Error of the failed rank, for a rank that was stopped."""
-        assert self.failure is not None, "the thread has read it before it halted the scheduler"
-        return error_of(self.failure, self._broken, self.size, went_on=went_on)
-
-    @property
-    def link_lost(self) -> bool:
-        """Whether this rank's wait for a collective failed, in any group. False where waits are the device's."""
-        # The host's thread leaves the text in place where the wait fails. It waits for nothing else now.
-        return self._index is None and any(each.waiting_for() for each in type(self.scheduler).all().values())
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{self._settled}/{name}"
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                self._wake.wait(_INTERVAL_SECONDS)
-                self._wake.clear()
-                if self._stopped:
+            while not self._stopped.wait(_INTERVAL_SECONDS):
+                for name, (group, calls) in list(self._calls.items()):
+                    if group() is None:
+                        self._calls.pop(name, None)
+                    else:
+                        calls.answer()
+                if self.failure is None and self._store.check(["failure"]):
+                    self._halt(Failure(**json.loads(self._store.get("failure"))))
+                if self.failure is not None:
+                    self._abort()
                     return
-                self._calls.answer()
-                if self._store.check([self._key("failure")]):
-                    self._settle()
-                    if self._broken:
-                        return
         except (RuntimeError, OSError):
-            return  # the store is gone, with the rank or launcher that held it; fail() reports it
+            return  # the store is gone, with a rank or launcher that held it
 
-    def _settle(self) -> None:
-        self.failure = Failure(**json.loads(self._store.get(self._key("failure"))))
-        standing = self.scheduler.halt(str(self.failure), self.failure.out_of_memory)
-        try:
+    def _halt(self, failure: Failure) -> None:
+        """Have every later call raise, and what the host waits for in a scheduler."""
+        self.failure = failure
+        OverlapScheduler.halt(str(failure), failure.out_of_memory)
+
+    def _abort(self) -> None:
+        """End what else this rank waits for. Later than on all ranks the schedulers are halted, which say why."""
+        self._stopped.wait(2 * _INTERVAL_SECONDS)
+        for group in list(dist.distributed_c10d._world.pg_map):
             try:
-                self._bring_to_one_end(standing)
-                mine = _SETTLED
-            except Exception as error:  # any error makes the group unusable; publish it as the verdict
-                mine = f"rank {self.rank}: {error}"
-            verdict = self._store.compare_set(self._key("verdict"), "", mine).decode()
-        except (RuntimeError, OSError) as error:
-            verdict = f"the group's store is lost: {error}"
-        if verdict != _SETTLED:
-            self._give_up(verdict)
-            return
-        self._settled += 1
-        self.scheduler.resume()
-
-    def _bring_to_one_end(self, standing: Any) -> None:
-        """Complete every started collective on every rank. Any exception gives the reason why that failed."""
-        last = [
-            (s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type, s.sent, s.received, s.foreign)
-            for s in standing.last
-        ]
-        mine = {"started": standing.started, "last": last}
-        mine |= {"foreign": standing.foreign, "foreign_at_first": standing.foreign_at_first}
-        self._store.set(self._key(f"standing/{self.rank}"), json.dumps(mine))
-        everyone = [json.loads(text) for text in self._gather("standing", _ANSWER_SECONDS)]
-        furthest = max(everyone, key=lambda each: int(each["started"]))
-        common = min(each["started"] for each in everyone)
-        apart = furthest["started"] - common
-        if apart + (common > 0) > len(furthest["last"]):
-            raise RuntimeError(f"the ranks are {apart} collectives apart")
-        if len({_foreign_since(each, common) for each in everyone}) > 1:
-            raise RuntimeError("a pending collective was not started by oases")
-        missing = furthest["started"] - standing.started
-        for ago in range(missing, 0, -1):
-            collective, numel, dtype, kind, *splits, _ = furthest["last"][-ago]
-            if any(splits):  # all-to-all: the sizes are those of this rank
-                numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
-            device = torch.device(kind) if kind == "cpu" else torch.device(kind, self._index)
-            # On an accelerator use another stream: the main thread's may wait for a collective of another group.
-            with nullcontext() if kind == "cpu" else torch.Stream(device):
-                whole = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
-                self.scheduler.fill(collective, whole, *splits)
-        why = self.scheduler.drain(_DRAIN_SECONDS)
-        if why:
-            raise RuntimeError(why)
-        self._store.set(self._key(f"done/{self.rank}"), "1")
-        self._gather("done", _ANSWER_SECONDS + _DRAIN_SECONDS)
-
-    def _gather(self, name: str, patience_seconds: float) -> list[bytes]:
-        keys = [self._key(f"{name}/{rank}") for rank in self._ranks]
-        end = time.monotonic() + patience_seconds
-        while not self._store.check(keys):
-            if self._store.check([self._key("verdict")]):
-                raise RuntimeError("another rank gave up")  # its verdict was first and is final
-            if time.monotonic() > end:
-                gone = [
-                    str(rank) for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])
-                ]
-                raise TimeoutError(f"no answer from rank {', '.join(gone)} within {patience_seconds:.0f} s")
-            time.sleep(0.02)
-        return [self._store.get(key) for key in keys]
-
-    def _give_up(self, why: str) -> None:
-        self._broken = why
-        try:
-            group = group_of(self._name)
-            if group is not None:
                 group.abort()
-        except RuntimeError as error:
-            self._broken += f"; the abort failed, too: {error}"
-        self.scheduler.resume(self._broken)
+            except RuntimeError as error:
+                print(f"oases: rank {self.rank}: a process group cannot be aborted: {error}", file=sys.stderr)
 
 
-def _foreign_since(standing: dict[str, Any], common: int) -> int:
-    """Collectives started outside of the scheduler since the last one that all ranks have started."""
-    if common == 0:
-        return int(standing["foreign"] - standing["foreign_at_first"])
-    *_, then = standing["last"][common - 1 - standing["started"]]
-    return int(standing["foreign"] - then)
+_monitor: FailureMonitor | None = None
 
 
-def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[list[int]]:
-    """(numbers to send, numbers to receive) with which `rank` completes the all-to-all of this number."""
-    sent, received = [0] * len(everyone), [0] * len(everyone)
-    for other, each in enumerate(everyone):
-        if each["started"] > number:
-            *_, sends, receives, _ = each["last"][number - each["started"]]
-            sent[other], received[other] = receives[rank], sends[rank]
-    return [sent, received]
+def monitor_of(group: ProcessGroup | None) -> FailureMonitor | None:
+    """This process's monitor, started at its first use; None for a group of one."""
+    global _monitor
+    if group is None or group.size() == 1:
+        return None
+    world = dist.group.WORLD or group
+    if _monitor is None or _monitor.world() is not world:
+        if _monitor is not None:
+            _monitor.stop()
+        _monitor = FailureMonitor(world)
+    return _monitor
 
 
-_monitors: WeakKeyDictionary[ProcessGroup, FailureMonitor] = WeakKeyDictionary()
-_incarnations: Counter[str] = Counter()
+def has_failed() -> bool:
+    """Whether a rank of this run has failed, so that it must be restarted."""
+    return _monitor is not None and _monitor.failure is not None
 
 
-def monitor_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> FailureMonitor:
-    """Monitor of a group, started on first use; it ends with the group or the process.
+def begin_call(
+    group: ProcessGroup | None, caller: str, form: Form, samples: Samples | None = None, about: Form = ()
+) -> None:
+    """Begin a call whose collectives all ranks of a group start; see `CallAgreement.begin`.
 
-    scheduler: the group's OverlapScheduler.
+    UsageError, on all ranks, where their forms or samples differ; FailedRankError where a rank is in its call
+    already, or has failed before. RuntimeError in a fork of the process that created the group.
     """
-    if group not in _monitors:
-        _incarnations[group.group_name] += 1
-        monitor = _monitors[group] = FailureMonitor(group, scheduler, device, _incarnations[group.group_name])
-        finalize(group, monitor.stop)
-    return _monitors[group]
+    monitor = monitor_of(group)
+    if group is None or monitor is None:
+        return
+    if os.getpid() != monitor.process:
+        raise RuntimeError(
+            f"{caller} was called in a fork of the process that created its process group, whose connections and "
+            "threads a fork does not have; start processes by spawn, or create group and model after the fork"
+        )
+    monitor.check()
+    found = monitor.calls_of(group).begin((caller, about), form, samples, monitor.check)
+    if found is None:
+        return
+    if not found.stuck:
+        raise UsageError(f"{caller}: {found.text}")
+    raise error_of(monitor.tell(Failure(monitor.rank, caller, found.text)))
 
 
-def known_monitor(group: ProcessGroup | None) -> FailureMonitor | None:
-    """Monitor of a group that has one."""
-    return None if group is None else _monitors.get(group)
+class FailTogether:
+    """Context of work that all ranks of a group do together: an exception inside raises an error on every rank.
+
+    monitor: None for this process alone, where only out-of-memory errors get their place. where: the work, for
+    the message, or a function that names it then. remedy: for a lack of memory. unanimous: exception types that all
+    ranks raise by themselves. keeps_type: whether an exception keeps its type on the rank that raises it, as
+    UsageErrors and interrupts do anyway. forget: releases the work's tensors.
+    """
+
+    def __init__(
+        self, monitor: FailureMonitor | None, where: str | Callable[[], str], *, remedy: str = "",
+        unanimous: tuple[type[BaseException], ...] = (), keeps_type: bool = False,
+        forget: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._monitor, self._where, self._remedy = monitor, where, remedy
+        self._unanimous, self._keeps_type, self._forget = unanimous, keeps_type, forget
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return None
+        monitor = self._monitor
+        unwatch_backward(monitor)  # all are told here, or need not be
+        if isinstance(error, FailedRankError):
+            return None
+        forget = self._forget or (lambda: None)
+        if isinstance(error, self._unanimous):
+            return forget()
+        where = self._where if isinstance(self._where, str) else self._where()
+        mine = Failure.of(error, 0 if monitor is None else monitor.rank, where, self._remedy)
+        if monitor is None and not mine.out_of_memory:
+            return None  # no other rank to tell: keep the error
+        forget()
+        if mine.out_of_memory:
+            traceback.clear_frames(trace)  # frames hold tensors, too
+        first = mine if monitor is None else monitor.failure or monitor.tell(mine)
+        if not isinstance(error, Exception):
+            return None  # an interrupt or exit keeps its type on its rank
+        if first.rank == mine.rank and (self._keeps_type or isinstance(error, UsageError) or first != mine):
+            return None
+        raise error_of(first, alone=monitor is None) from error
 
 
-def stop_monitor(group: ProcessGroup) -> None:
-    """Stop the monitor of a group that stays idle; the next use of the group starts another. All ranks call it."""
-    monitor = _monitors.pop(group, None)
+@contextmanager
+def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
+    """Raise an exception of the body on every rank at the end of the block. Collective.
+
+    All ranks then go on. The body itself must contain no collective.
+    """
+    monitor = monitor_of(process_group)
     if monitor is not None:
-        monitor.stop()
+        monitor.check()
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    told = None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")
+    said = all_gather_objects(told, process_group)
+    if mine is not None:
+        raise mine
+    for rank, what in enumerate(said):
+        if what is not None:
+            is_usage_error, text = what
+            raise (UsageError if is_usage_error else RuntimeError)(f"rank {rank}: {text}")
 
 
 class FailsTogether(HoldsGroup):
-    """Mixin of a module whose calls fail on all ranks of its group, or on none."""
+    """Mixin of a module whose calls fail on all ranks."""
 
     def confirm(self) -> None:
         """Wait for the device's queued work; raise FailedRankError if another rank has failed.
 
         For a loop of your own, before `optimizer.step()`: on an accelerator `backward()` returns before its
-        collectives have ended, and a rank that fails meanwhile leaves NaN in the others' sums. On the CPU nothing is
-        waited for.
+        collectives have ended, and they are not complete where a rank fails meanwhile. On the CPU nothing is waited
+        for.
         """
-        monitor = known_monitor(self.process_group)
+        monitor = monitor_of(self.process_group)
         if monitor is not None:
-            monitor.confirm()
+            if torch.accelerator.is_available():
+                torch.accelerator.current_stream().synchronize()
+            monitor.check()
+
+
+# --- passes that the caller runs ---
+
+
+class EarlyEnd(Exception):  # noqa: N818  (no error)
+    """Control flow that leaves a forward pass early, at the same point on all ranks of a group; nobody is told."""
+
+
+def watch_backward(monitor: FailureMonitor | None, label: str) -> None:
+    """In a backward pass: if it ends by an exception that nobody tells, such as a hook's, tell all ranks.
+
+    torch calls what is queued for the end of a pass, or drops it where an exception cuts the pass short.
+    """
+    task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    # A pass that is recorded for second derivatives is refused, by all ranks.
+    if monitor is not None and monitor.watched != task and not torch.is_grad_enabled():
+        monitor.watched = task
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(_BackwardPass(monitor, task, f"the backward pass around {label}").end)
+
+
+def unwatch_backward(monitor: FailureMonitor | None) -> None:
+    """Tell nobody of an exception that comes now: all ranks raise it, or know of it."""
+    if monitor is not None:
+        monitor.watched = _NO_PASS
+
+
+class _BackwardPass:
+    """A backward pass of the caller. torch calls `end`, or drops it where the pass was cut short."""
+
+    def __init__(self, monitor: FailureMonitor, task: int, where: str) -> None:
+        self._monitor, self._task, self._where = monitor, task, where
+
+    def end(self) -> None:
+        """Note that it is complete."""
+        self._monitor.watched = _NO_PASS
+
+    def __del__(self) -> None:
+        monitor = self._monitor
+        if monitor.watched == self._task and monitor.failure is None:
+            cause = f"an exception in a hook or an autograd function; see the output of rank {monitor.rank}"
+            monitor.tell(Failure(monitor.rank, self._where, cause))
+
+
+def watch_passes(module: nn.Module, group: Callable[[], ProcessGroup | None]) -> None:
+    """Tell all ranks where a module's forward pass, or the backward pass from its results, fails.
+
+    group: of this rank, at each call; a method of an object that is copied with the module.
+    """
+    passes = _Passes(type(module).__name__, group)
+    module.register_forward_pre_hook(passes.begin)
+    module.register_forward_hook(passes.end, always_call=True)
+
+
+class _Passes:
+    """Hooks of one module. where: its name."""
+
+    def __init__(self, where: str, group: Callable[[], ProcessGroup | None]) -> None:
+        self._where, self._group = where, group
+        self._open: list[BaseException | None] = []
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Note what is before a forward pass."""
+        self._open.append(sys.exc_info()[1])
+
+    def end(self, module: nn.Module, args: Any, result: Any) -> None:
+        """After a forward pass: tell its exception, or watch what autograd makes of its results."""
+        if not self._open:  # refused before it began, by all ranks
+            return
+        outer, error = self._open.pop(), sys.exc_info()[1]
+        if isinstance(error, EarlyEnd):
+            return
+        if error is not None and error is not outer:
+            monitor = monitor_of(self._group())
+            if monitor is not None and monitor.failure is None:
+                monitor.tell(Failure.of(error, monitor.rank, self._where))
+        elif torch.is_grad_enabled():
+            for tensor in differentiable(result):
+                tensor.register_hook(self._arrived)
+
+    def _arrived(self, grad: Tensor) -> None:
+        watch_backward(monitor_of(self._group()), self._where)
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Tensors in a module's result that a backward pass may come from."""
+    # Of vocabulary-parallel logits, from which the loss is computed, this rank's part.
+    found = (getattr(leaf, "part", leaf) for leaf in pytree.tree_leaves(result))
+    return [each for each in found if isinstance(each, Tensor) and each.requires_grad]
 
 
 def _innermost(store: dist.Store) -> dist.Store:

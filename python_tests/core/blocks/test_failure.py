@@ -1,4 +1,4 @@
-"""Failure of an op on one rank: all ranks raise an error with rank, op and cause, and can continue."""
+"""Failure of an op on one rank: all ranks raise an error with rank, op and cause, then and in later calls."""
 
 import threading
 from datetime import timedelta
@@ -67,27 +67,37 @@ def out_of_memory():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
 
 
+def repeat(call):
+    """Call again and again, until another rank's failure ends it."""
+    while True:
+        call()
+
+
+def refuses(stack, x):
+    """A later call raises the failure again."""
+    with pytest.raises(FailedRankError) as caught:
+        step(stack, x)
+    return str(caught.value)
+
+
 def check_failure(victim, block, method, countdown, options, kind=Fragile):
-    """Raises on every rank at once, and the next step is that of a stack that never failed."""
+    """Raises on every rank at once, and in every later call."""
     torch.manual_seed(3)
     blocks = plain_blocks(3)
     stack = make_stack(blocks, dist.group.WORLD, kind, **options)
     x = torch.randn(4, 4, WIDTH, dtype=torch.float64)
-    expected = step(stack, x)
+    step(stack, x)
     mine = dist.get_rank() == victim
-    for _ in range(2):  # a second failure finds all in order
-        dist.barrier()
-        if mine:
-            stack.blocks[block].plan = [method, countdown, out_of_memory()]
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            step(stack, x)
-        if mine:
-            assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-            assert not isinstance(caught.value.__cause__, FailedRankError)
-        stack.blocks[block].plan = None
-        for a, b in zip(step(stack, x), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
-        assert caught.value.usable
+    dist.barrier()
+    if mine:
+        stack.blocks[block].plan = [method, countdown, out_of_memory()]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(stack, x)
+    if mine:
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert not isinstance(caught.value.__cause__, FailedRankError)
+    stack.blocks[block].plan = None
+    assert refuses(stack, x) == str(caught.value)
     return str(caught.value), caught.value.failure.rank
 
 
@@ -116,7 +126,7 @@ def check_messages(results, victim, ops):
         assert "line " in text
         assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.;" in text
         assert "sub_batches, or a smaller batch" in text
-        assert "the stack can be called again" in text
+        assert "restart the run from its newest checkpoint" in text
 
 
 @pytest.mark.parametrize(("schedule", "recompute", "call"), covered(SCHEDULES | {"call": list(CALLS)}, is_made))
@@ -161,56 +171,22 @@ def test_sequence_parallel_on_a_wire_of_another_type(two_ranks, method, countdow
     check_messages(two_ranks.run(check_failure, 1, 1, method, countdown, options, Halved), 1, ops)
 
 
-class Dropping(Fragile):
-    def combine(self, x, y):
-        self.act("combine")
-        return x + F.dropout(y + self.down.bias, 0.5)
-
-
-def call_twice(stack, x):
-    stack(x)
-    stack(x)
-
-
-def check_masks():
-    """Rank 0 fails at the end of a call; rank 1 has begun another one when it hears of it."""
-    stack = make_stack(plain_blocks(2), dist.group.WORLD, Dropping)
-    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        stack(x)
-        if dist.get_rank() == 0:
-            stack.blocks[1].plan = ["combine", 2, out_of_memory()]
-        with pytest.raises(torch.OutOfMemoryError):
-            call_twice(stack, x)
-        return stack(x), stack.calls
-
-
-def test_dropout_after_a_failure_is_the_same_on_all_ranks(two_ranks):
-    (y, calls), (other_y, other_calls) = two_ranks.run(check_masks)
-    assert torch.equal(y, other_y)
-    assert calls == other_calls
-
-
 def check_both_fail():
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
-    expected = step(stack, x)
     rank = dist.get_rank()
     stack.blocks[0].plan = ["partial", 2, ValueError(f"told by {rank}")]
     stack.blocks[0].meeting = dist.new_group()
-    with pytest.raises(
-        FailedRankError, match=rf"rank {rank} failed at F 0\.1 .*ValueError: told by {rank}"
-    ) as caught:
+    with pytest.raises(FailedRankError, match=r"rank (\d) failed at F 0\.1 .*ValueError: told by \1") as caught:
         stack(x)
     assert not isinstance(caught.value, torch.OutOfMemoryError)
-    assert str(caught.value.__cause__) == f"told by {rank}"
-    stack.blocks[0].plan = None
-    for a, b in zip(step(stack, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return caught.value.failure.rank, str(caught.value.__cause__)
 
 
-def test_two_ranks_that_fail_each_say_why(two_ranks):
-    two_ranks.run(check_both_fail)
+def test_the_first_of_two_failures_counts(two_ranks):
+    (first, cause), (other_first, other_cause) = two_ranks.run(check_both_fail)
+    assert first == other_first
+    assert {cause, other_cause} >= {f"told by {first}"}
 
 
 def check_outside():
@@ -219,7 +195,7 @@ def check_outside():
     layer = OverlappedRowLinear(WIDTH, WIDTH, process_group=dist.group.WORLD, dtype=torch.float64, num_chunks=4)
     x, left = torch.ones(4, 3, WIDTH // 2, dtype=torch.float64), dist.new_group()
     with torch.no_grad():
-        expected = layer(x)
+        layer(x)
         if dist.get_rank() == 1:
             stack.blocks[1].plan = ["combine", 2, out_of_memory()]
             stack.blocks[1].meeting = left
@@ -232,79 +208,80 @@ def check_outside():
                 torch.OutOfMemoryError, match=r"rank 0 stopped at all_reduce of .*: rank 1 ran out of"
             ):
                 layer(x)
-        assert torch.equal(layer(x), expected)
 
 
 def test_a_rank_outside_of_the_stack_is_told_too(two_ranks):
     two_ranks.run(check_outside)
 
 
-def set_timeout(seconds):
-    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+def check_other_groups():
+    """A failure in one pair's group ends the other pair's work, of other groups, too."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
+    rank = dist.get_rank()
+    stack = make_stack(plain_blocks(2), pairs[rank // 2], Fragile)
+    step(stack, x)
+    if rank == 3:
+        stack.blocks[0].plan = ["partial", 1, ValueError("told")]
+    dist.barrier()
+    with pytest.raises(FailedRankError, match=r"rank 3 failed at F 0\.0 .*told"):
+        repeat(lambda: step(stack, x))
 
 
-def check_foreign():
-    """Rank 1 is in a collective of its own when rank 0 fails: nothing can be brought to one end."""
+@pytest.mark.long
+def test_ranks_of_other_groups_are_told(four_ranks):
+    four_ranks.run(check_other_groups)
+
+
+def check_foreign(seconds):
+    """Rank 1 is in a collective of its own when rank 0 fails: over gloo its end is that of rank 0's process."""
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     step(stack, x)
-    set_timeout(5)  # gloo knows no abort: its time for a collective is what ends the barrier
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
     if dist.get_rank() == 0:
         stack.blocks[1].plan = ["combine", 2, out_of_memory()]
-        with pytest.raises(FailedRankMemoryError, match=r"aborted .*not started by oases") as caught:
+        with pytest.raises(FailedRankMemoryError):
             stack(x)
-        assert not caught.value.usable
     else:
         stack(x)
         with pytest.raises(RuntimeError):
             dist.barrier()
-    with pytest.raises(FailedRankMemoryError, match=r"rank 0 ran out of memory at C 1\.1 .*aborted"):
+    with pytest.raises(FailedRankMemoryError, match=r"rank 0 ran out of memory at C 1\.1 "):
         stack(x)
 
 
 @pytest.mark.long
-def test_the_group_is_aborted_where_another_collective_is_under_way():
+def test_a_collective_outside_of_the_scheduler_ends_with_its_own_error():
     with RankPool(2) as ranks:
-        ranks.run(check_foreign)
+        ranks.run(check_foreign, 5)
 
 
-def check_messages_between_two():
-    """Gloo counts what two ranks send each other like collectives of theirs."""
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(1), 1)
-    elif dist.get_rank() == 1:
-        dist.recv(torch.ones(1), 0)
-    return check_failure(2, 1, "combine", 1, {})
-
-
-def test_messages_between_two_ranks_are_no_collective_under_way(four_ranks):
-    check_messages(four_ranks.run(check_messages_between_two), 2, ("C 1.0",))
-
-
-def check_silent():
+def check_unheard():
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     step(stack, x)
-    set_timeout(5)
-    failure._ANSWER_SECONDS = 1.0
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=5))
     if dist.get_rank() == 1:
-        failure._monitors[dist.group.WORLD].stop()
-        # It hears nothing, and gloo's time for a collective is what ends its wait.
-        with pytest.raises(dist.DistBackendError, match=r"rank 1 waited for all_reduce of F 1\."):
+        failure.monitor_of(dist.group.WORLD).stop()
+        # Gloo's time for a collective is what ends its wait, and then it finds the failure.
+        with pytest.raises(FailedRankMemoryError, match=r"rank 0 ran out of memory at F 1\.1") as caught:
             step(stack, x)
+        assert "rank 1 waited for all_reduce of F 1." in str(caught.value.__cause__)
     else:
         stack.blocks[1].plan = ["partial", 2, out_of_memory()]
-        with pytest.raises(FailedRankMemoryError, match=r"aborted \(rank 0: no answer from rank 1 within 1 s\)"):
+        with pytest.raises(FailedRankMemoryError):
             step(stack, x)
 
 
 @pytest.mark.long
-def test_the_group_is_aborted_where_a_rank_does_not_answer():
+def test_a_rank_whose_thread_has_ended_finds_the_failure_later():
     with RankPool(2) as ranks:
-        ranks.run(check_silent)
+        ranks.run(check_unheard)
 
 
 def check_end(path):
+    """Groups that are made anew, in the same processes, know of no earlier failure."""
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     expected = step(stack, x)
@@ -314,13 +291,14 @@ def check_end(path):
         names = [thread.name for thread in threading.enumerate()]
         assert "oases-failure-monitor" not in names, names
         dist.init_process_group("gloo", init_method=f"file://{path}-{turn}", rank=rank, world_size=2)
-        if rank == 1:
-            stack.blocks[1].plan = ["partial", 1, out_of_memory()]
-        with pytest.raises(torch.OutOfMemoryError):
-            stack(x)
-        stack.blocks[1].plan = None
         for a, b in zip(step(stack, x), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+        dist.barrier()
+        if rank == 1:
+            stack.blocks[1].plan = ["combine", 2, out_of_memory()]  # no collective is left under way
+        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+            repeat(lambda: stack(x))
+        stack.blocks[1].plan = None
 
 
 @pytest.mark.long
@@ -346,17 +324,15 @@ def check_interruption(kind):
     """An interrupt or exit in a block keeps its type on its rank; the other hears of it."""
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
-    expected = step(stack, x)
+    step(stack, x)
     if dist.get_rank() == 0:
         stack.blocks[1].plan = ["partial", 2, kind("enough")]
         with pytest.raises(kind, match="enough"):
             stack(x)
-        stack.blocks[1].plan = None
     else:
         with pytest.raises(FailedRankError, match=rf"rank 0 failed at F 1\.1 .*{kind.__name__}: enough"):
             step(stack, x)
-    for a, b in zip(step(stack, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert f"{kind.__name__}: enough" in refuses(stack, x)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -374,7 +350,7 @@ def check_hook(block, after_accumulation):
     """A hook of a parameter fails on one rank, in the middle of the backward pass or after its last collective."""
     stack = make_stack(plain_blocks(3), dist.group.WORLD)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
-    expected = step(stack, x)
+    step(stack, x)
 
     def fail(_):
         raise ValueError("a hook's")
@@ -382,15 +358,13 @@ def check_hook(block, after_accumulation):
     weight = stack.blocks[block].up.weight
     if dist.get_rank() == 1:
         register = weight.register_post_accumulate_grad_hook if after_accumulation else weight.register_hook
-        handle = register(fail)
+        register(fail)
         with pytest.raises(ValueError, match="a hook's"):
             step(stack, x)
-        handle.remove()
     else:
         with pytest.raises(FailedRankError, match=r"rank 1 failed at the backward pass around stack .* in a hook"):
             two_steps(stack, x)
-    for a, b in zip(step(stack, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert "in a hook" in refuses(stack, x)
 
 
 @pytest.mark.parametrize(("block", "after_accumulation"), [(2, False), (1, True), (0, True)])

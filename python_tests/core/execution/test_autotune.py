@@ -14,7 +14,6 @@ from oases import OverlappedColumnLinear
 from oases.core.blocks.tunings import Tunings, bucket_of, candidates, labelled, waves_of
 from oases.core.execution import autotune
 from oases.core.execution.autotune import Autotune
-from oases.core.execution.failure import FailedRankError
 from oases.core.schedule import generate
 from oases.errors import OverlapError, UsageError
 
@@ -289,33 +288,6 @@ def check_required_while_measuring(path):
 
 def test_off_is_no_candidate_where_overlap_is_required(two_ranks, tmp_path):
     assert two_ranks.run(check_required_while_measuring, tmp_path / "s.json") == [[True] * 4] * 2
-
-
-def check_again_after_a_failure(path):
-    """Rank 1's block raises in the third call, after which the ranks have counted different passes."""
-    blocks = plain_blocks(2)
-    x, grad = torch.randn(2, 4, 3, WIDTH, dtype=torch.float64)
-    with measuring(path):
-        stack = make_stack(blocks, dist.group.WORLD, schedule="auto")
-        for _ in range(2):
-            compare(stack, blocks, dist.group.WORLD, x, grad)
-        if dist.get_rank() == 1:
-            next(iter(stack._tunings.values())).note("fine_grained 1", 1.0)
-            stack.blocks[1].partial = _failing
-        with pytest.raises((ArithmeticError, FailedRankError), match="on purpose"):
-            stack(x)
-        vars(stack.blocks[1]).pop("partial", None)
-        compare(stack, blocks, dist.group.WORLD, x, grad)
-    (tuning,) = stack._tunings.values()
-    return sum(map(len, tuning.times.values()))
-
-
-def _failing(x):
-    raise ArithmeticError("on purpose")
-
-
-def test_measuring_begins_again_after_a_failure(two_ranks, tmp_path):
-    assert two_ranks.run(check_again_after_a_failure, tmp_path / "s.json") == [1, 1]
 
 
 def test_the_environment_names_a_schedule(monkeypatch):

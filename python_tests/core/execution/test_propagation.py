@@ -1,4 +1,4 @@
-"""Exceptions outside of stacks on one rank: told to the ranks that would wait for it, and all can go on."""
+"""Exceptions outside of stacks on one rank: told to the ranks that would wait for it, and raised from then on."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, OverlappedRowLinear
-from oases.core.execution.failure import FailedRankError
+from oases.core.execution.failure import FailedRankError, has_failed
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.replicas import average_replicas
 
@@ -34,8 +34,8 @@ def repeat(step, steps):
 
 
 def compare(step, trap, steps=1, told="an exception in a hook"):
-    """A step fails on rank 1 by the trap; rank 0 hears of it in one of `steps`; then both step as before."""
-    expected = step()
+    """A step fails on rank 1 by the trap; rank 0 hears of it in one of `steps`."""
+    step()
     dist.barrier()
     trap.set = True
     if dist.get_rank() == 1:
@@ -45,9 +45,7 @@ def compare(step, trap, steps=1, told="an exception in a hook"):
         # A collective outside of a stack raises the scheduler's error.
         with pytest.raises(RuntimeError, match=rf"rank 1 (failed|ran out of memory) at .*{told}"):
             repeat(step, steps)
-    trap.set = False
-    for mine, before in zip(step(), expected, strict=True):
-        torch.testing.assert_close(mine, before, rtol=0, atol=0)
+    assert has_failed()
 
 
 def stepping(module, loss):

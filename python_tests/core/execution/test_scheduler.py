@@ -1,10 +1,11 @@
-"""OverlapScheduler on a group whose collectives end at once: totals of tickets, and tickets from before a failure."""
+"""OverlapScheduler on a group whose collectives end at once: totals of tickets, and what a failure stops."""
 
 import pytest
 import torch
 from logged_group import logged_group
 
 from oases.core.execution.group import scheduler_of
+from oases.extension import OverlapScheduler
 
 
 @pytest.fixture
@@ -37,13 +38,23 @@ def test_time_of_two_collectives_in_flight_counts_once(scheduler):
     assert scheduler.totals()["a"].link_seconds == pytest.approx(together + alone, abs=1e-7)
 
 
-def test_a_collective_from_before_a_failure_cannot_be_waited_for(scheduler):
+def test_a_failure_stops_every_scheduler_until_the_process_goes_on(scheduler):
     ticket = scheduler.all_reduce(torch.zeros(4), "old")
-    assert scheduler.halt("rank 1 failed").newly
-    assert scheduler.drain(1.0) == ""
-    scheduler.resume()
-    with pytest.raises(RuntimeError, match="rank 1 failed"):
-        scheduler.check()
-    with pytest.raises(RuntimeError, match="all_reduce of old was given up when a rank failed"):
-        scheduler.wait(ticket)
+    OverlapScheduler.halt("rank 1 failed")
+    OverlapScheduler.halt("rank 0 failed, later")
+    try:
+        for call in (lambda: scheduler.wait(ticket), lambda: scheduler.all_reduce(torch.zeros(4), "new")):
+            with pytest.raises(RuntimeError, match=r"rank 0 stopped at all_reduce of .*: rank 1 failed"):
+                call()
+    finally:
+        OverlapScheduler.go_on()
     scheduler.wait(scheduler.all_reduce(torch.zeros(4), "new"))
+
+
+def test_a_lack_of_memory_stays_one(scheduler):
+    OverlapScheduler.halt("rank 1 ran out of memory", True)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="rank 1 ran out of memory"):
+            scheduler.all_reduce(torch.zeros(4), "new")
+    finally:
+        OverlapScheduler.go_on()

@@ -159,30 +159,3 @@ def check_not_exempted():
 
 def test_what_is_not_exempted(two_ranks):
     two_ranks.run(check_not_exempted)
-
-
-def check_filled():
-    """A rank that failed fills a collective of an exempted layer, in bfloat16 as the others send it."""
-    scheduler, x = scheduler_of(dist.group.WORLD), hard(2, 640)
-    add_wire(dist.group.WORLD)
-    label = "F 6.0 (stack 77: a name, layer 3)"
-    for _ in range(CALLS):
-        collective(scheduler, "all_reduce", label, x)
-    assert "F 6 (stack 77: a name, layer 3)" in scheduler.exempted()
-    named = f"all_reduce:int8|{label}"
-    if dist.get_rank() == 0:
-        y = x.clone()
-        scheduler.wait(scheduler.all_reduce(y, label, wire="int8"))
-        assert relative(y, x) < 2**-8
-        assert scheduler.halt("a test").last[-1].collective == named
-    else:
-        scheduler.halt("a test")
-        scheduler.fill(named, torch.zeros(x.numel()))
-    assert scheduler.drain(20.0) == ""
-    scheduler.resume()
-    with pytest.raises(RuntimeError, match="a test"):
-        scheduler.check()
-
-
-def test_a_failed_rank_fills_what_is_exempted(two_ranks):
-    two_ranks.run(check_filled)
