@@ -33,17 +33,17 @@ test-slow: build-tests $(VENV)/slow
 
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
 mutations: build-tests
-	$(PY) python_tests/mutations.py
+	$(PY) -m reliability.mutations
 
 # Faults that hit training runs, compared with undisturbed runs: an hour; goes on where it was cut off.
 # A part, and a report: make campaign CAMPAIGN="--minutes 10 --report campaign.md".
 campaign: build-tests
-	$(PY) python_tests/campaign $(CAMPAIGN)
+	$(PY) -m reliability.campaign $(CAMPAIGN)
 
 # Coverage-guided fuzzing of every parser, half an hour each: make fuzz MINUTES=1
 MINUTES ?= 30
 fuzz: build-tests $(VENV)/slow
-	$(PY) python_tests/fuzz.py --minutes $(MINUTES)
+	$(PY) -m reliability.fuzz --minutes $(MINUTES)
 
 # Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
 SESSION ?=

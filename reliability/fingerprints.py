@@ -89,6 +89,11 @@ class Case(NamedTuple):
     make: Callable[[Path], Record | None]
 
 
+def sub_batches_of(schedule: str) -> dict[str, int]:
+    """Sub-batches of a schedule as an option."""
+    return {"sub_batches": 1 if schedule in ("sync", "fine_grained", "layers") else 2}
+
+
 # Fingerprints
 
 
@@ -216,24 +221,25 @@ def run_stack(schedule: str, recompute: str, folder: Path) -> Record:
     import oases
 
     class Block(torch.nn.Module):
-        """norm, column-parallel linear, GELU, row-parallel linear; the stack adds the sum to its input."""
+        """Norm, column-parallel linear, GELU, row-parallel linear."""
 
         def __init__(self) -> None:
             super().__init__()
-            rank, ranks = dist.get_rank(), dist.get_world_size()
             self.norm = torch.nn.LayerNorm(32)
-            wide, back = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False)
-            self.wide = torch.nn.Parameter(wide.weight.detach().chunk(ranks)[rank].clone())
-            self.back = torch.nn.Parameter(back.weight.detach().chunk(ranks, dim=1)[rank].clone())
+            self.up = oases.OverlappedColumnLinear(32, 64)
+            self.down = oases.OverlappedRowLinear(64, 32)
 
-        def compute(self, x: torch.Tensor) -> torch.Tensor:
-            """This rank's part of the sum."""
-            hidden = torch.nn.functional.gelu(self.norm(x) @ self.wide.t())
-            return hidden @ self.back.t()
+        def partial(self, x: torch.Tensor) -> torch.Tensor:
+            """Compute up to the sum over the ranks."""
+            return self.down.partial(torch.nn.functional.gelu(self.up.partial(self.norm(x))))
 
-    torch.manual_seed(0)
+        def combine(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            """Add the sum."""
+            return x + y + self.down.bias
+
+    torch.manual_seed(dist.get_rank())
     blocks = [Block() for _ in range(4)]
-    stack = oases.OverlappedStack(blocks, schedule=schedule, sub_batches=2, recompute=recompute)
+    stack = oases.OverlappedStack(blocks, schedule=schedule, recompute=recompute, **sub_batches_of(schedule))
     optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -303,7 +309,7 @@ def plan_of_row(row: dict[str, str]) -> Record:
             "num_blocks": 2 * layers,
             "tp": 2,
             "schedule": row["schedule"],
-            "sub_batches": 1 if row["schedule"] in ("sync", "fine_grained") else 2,
+            **sub_batches_of(row["schedule"]),
             "recomputed_layers": {"none": 0, "full": layers, "by stage": layers * (1 - stage)}[row["recompute"]],
             "sequence_parallel": row["sequence"] == "parallel",
         }
@@ -402,8 +408,7 @@ def model_cases() -> Iterator[Case]:
         if name not in UNSHARDED:
             yield Case(f"model {name}", 2, functools.partial(run_model, name, two, {}, {}))
     for schedule in (*FACTORS["schedule"], "layers"):
-        sizes = {"sub_batches": 1} if schedule in ("sync", "fine_grained", "layers") else {}
-        chosen = {"schedule": schedule, **sizes}
+        chosen = {"schedule": schedule, **sub_batches_of(schedule)}
         yield Case(f"llama schedule {schedule}", 2, functools.partial(run_model, "llama", two, chosen, {}))
     for name in ("llama", "gpt2", "qwen3", "t5", "mixtral"):
         yield Case(f"{name} recompute", 2, functools.partial(run_model, name, two, {"recompute": "full"}, {}))
@@ -433,10 +438,10 @@ def trainer_cases() -> Iterator[Case]:
     }
     for name, options in dense.items():
         yield Case(f"train {name}", 2, functools.partial(run_trainer, options, None))
-    sizes = {"experts": 4, "expert_hidden": 48, "schedule": "auto", "sub_batches": 1}
+    sizes = {"experts": 4, "expert_hidden": 48, "schedule": "auto", "sub_batches": 0}
     experts = {**sizes, "degrees": {"data": 2, "tensor": 1}}
     for placement in ("none", "prophet", "faster_moe", "eplb", "optimum"):
-        for schedule in ("plain", "blocking", "block_wise"):
+        for schedule in ("plain",) if placement == "none" else ("blocking", "block_wise"):
             options = {**experts, "placement": placement, "expert_schedule": schedule}
             yield Case(f"experts {placement} {schedule}", 2, functools.partial(run_trainer, options, None))
     others = {
@@ -497,7 +502,7 @@ def work(rank: int, port: int, chosen: list[Case], folder: str, answers: Any) ->
         except BaseException as error:  # any: the other ranks wait for this one, and are ended
             text = f"{type(error).__name__}: {error}".replace("\n", " ")[:600]
             answers.put((rank, case.name, {"error": text}))
-            raise
+            return
         if rank == 0:
             assert record is not None
             record["seconds"] = round(time.perf_counter() - start, 2)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from campaign.faults import Kind, kill
-from campaign.runs import Run
+from reliability.campaign.faults import Kind, kill
+from reliability.campaign.runs import Run
 
 # --- disks ---
 

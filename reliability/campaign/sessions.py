@@ -13,12 +13,12 @@ from typing import NamedTuple
 from kills import losses_of
 from safetensors.torch import load_file
 
-import campaign.nodes as nodes
-import campaign.surroundings as surroundings
-from campaign.faults import FAULTS, MOMENTS, OF_DEGREES, OF_RANKS, Fault, lost_steps, suffer
-from campaign.nodes import NodesRun
-from campaign.runs import SAVE_EVERY, STEPS, ModelRun, ReshardedRun, Run, TorchrunRun
-from campaign.surroundings import ClockRun, DiskRun
+import reliability.campaign.nodes as nodes
+import reliability.campaign.surroundings as surroundings
+from reliability.campaign.faults import FAULTS, MOMENTS, OF_DEGREES, OF_RANKS, Fault, lost_steps, suffer
+from reliability.campaign.nodes import NodesRun
+from reliability.campaign.runs import SAVE_EVERY, STEPS, ModelRun, ReshardedRun, Run, TorchrunRun
+from reliability.campaign.surroundings import ClockRun, DiskRun
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3

@@ -1,6 +1,6 @@
 """Mutation testing: apply each fault of `mutation_list` to a copy of the tree and run the tests that should notice.
 
-    python python_tests/mutations.py [--only NAME] [--all] [--json FILE]        (make mutations)
+    python -m reliability.mutations [--only NAME] [--all] [--json FILE]        (make mutations)
 
 The copy lies in build/mutations and is kept: a mutation of csrc/ compiles one file. Exit code 1 when one survives.
 """
@@ -21,14 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.table import Table
+
+from oases.terminal import console, progress
+from reliability.mutation_list import MUTATIONS, Mutation
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from mutation_list import MUTATIONS, Mutation  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from oases.terminal import console, progress  # noqa: E402
-
 COPY = ROOT / "build" / "mutations"
 BUILT = ("build", "oases/_C*.so", "oases/_svm*.so")
 """Products of a build of the copy, from its root."""

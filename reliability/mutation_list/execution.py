@@ -1,6 +1,6 @@
 """Mutations of schedules, executor, collectives and tensor-parallel layers."""
 
-from mutation_list.mutation import Mutation
+from reliability.mutation_list.mutation import Mutation
 
 OVERLAP = "core/blocks/test_overlap_is_real.py"
 STACK = "core/blocks/test_stack.py::test_group_of_one"

@@ -1,6 +1,6 @@
 """Fault campaign: runs meet kills, stops, bad links, disks and clocks, and are compared with undisturbed runs.
 
-    python python_tests/campaign [--faults N] [--minutes N] [--seed N] [--report FILE.md]         (make campaign)
+    python -m reliability.campaign [--faults N] [--minutes N] [--seed N] [--report FILE.md]         (make campaign)
 
 A session is a run that meets several faults and is started again, as a scheduler would, when its launcher has ended.
 Every session is a row of FOLDER/sessions-SEED.jsonl; a campaign that was cut off goes on after its last complete one,
@@ -23,16 +23,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python_tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "python_tests"))
 
 from kills import lines_of, write_corpus  # noqa: E402
 
-from campaign.faults import Fault  # noqa: E402
-from campaign.report import COLUMNS, WORLD_COLUMNS, hits, rows_by_kind, rows_by_world, summary, write_report  # noqa: E402
-from campaign.sessions import WORLDS, Plan, Session, play  # noqa: E402
 from oases.terminal import console, progress, table  # noqa: E402
+from reliability.campaign.faults import Fault  # noqa: E402
+from reliability.campaign.report import (  # noqa: E402
+    COLUMNS,
+    WORLD_COLUMNS,
+    hits,
+    rows_by_kind,
+    rows_by_world,
+    summary,
+    write_report,
+)
+from reliability.campaign.sessions import WORLDS, Plan, Session, play  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(summary(sessions))
     if options.report is not None:
         given = sys.argv[1:] if arguments is None else arguments
-        write_report(options.report, sessions, f"python python_tests/campaign {shlex.join(given)}".strip())
+        write_report(options.report, sessions, f"python -m reliability.campaign {shlex.join(given)}".strip())
     return 1 if any(session.wrong for session in sessions) else 0
 
 
@@ -66,7 +73,7 @@ def begin(folder: Path) -> None:
     """Make the folder of results, or empty it where they are of other sources: those say nothing of these."""
     digest = hashlib.sha256()
     for path in sorted(
-        path for tree in ("oases", "csrc", "python_tests/campaign") for path in (ROOT / tree).rglob("*")
+        path for tree in ("oases", "oases_train", "csrc", "reliability/campaign") for path in (ROOT / tree).rglob("*")
     ):
         if path.suffix in (".py", ".cpp", ".h", ".cu"):
             digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
@@ -84,7 +91,9 @@ def begin(folder: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     # Runs are compared to the bit, and schedules that are measured differ between runs in how sums are cut.
     os.environ.setdefault("OASES_SCHEDULE", "oases")
-    parser = argparse.ArgumentParser(prog="python python_tests/campaign", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m reliability.campaign", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--faults", type=int, default=300, metavar="N", help="faults that hit a run (default: 300)")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), metavar="N", help="begin no session after this time"

@@ -1,6 +1,6 @@
 """Faults of measured choices of schedules, and of the report."""
 
-from mutation_list.mutation import Mutation
+from reliability.mutation_list.mutation import Mutation
 
 CHOICES = (
     Mutation(

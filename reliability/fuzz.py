@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of every parser: each input must be read, or refused by a UsageError, in 300 MB.
 
-    python python_tests/fuzz.py [--minutes N] [--parsers a,b] [--seed N] [--folder FOLDER]         (make fuzz)
+    python -m reliability.fuzz [--minutes N] [--parsers a,b] [--seed N] [--folder FOLDER]         (make fuzz)
 
 atheris changes valid files, half of them as JSON and half as bytes, and keeps those that reach new lines of oases. An
 input that is read must also be written and read again without a difference. Found inputs stay in FOLDER/PARSER:
@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python_tests")]
+sys.path.append(str(ROOT / "python_tests"))
 
 LIMIT_MB = 300
 SLOW_SECONDS = 5.0
@@ -45,8 +45,7 @@ TOKENS = (
 
 def seeds_of(name: str) -> list[bytes]:
     """Valid inputs of a parser."""
-    import input_mutations as valid
-
+    import reliability.input_mutations as valid
     from oases_train.config import TrainConfig
 
     texts: dict[str, Callable[[], list[Any]]] = {
@@ -191,7 +190,7 @@ def fuzz(name: str, seconds: float, seed: int, folder: Path) -> None:
 
     with atheris.instrument_imports(include=["oases", "yaml"], enable_loader_override=False):
         import oases_train.config  # noqa: F401  (and most that it needs)
-    from input_mutations import mutated
+    from reliability.input_mutations import mutated
 
     corpus, words = folder / "corpus", folder / "words"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def campaign(parsers: list[str], minutes: float, seed: int, folder: Path) -> int
         own = folder / name
         own.mkdir(parents=True, exist_ok=True)
         (own / "result.json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--one", name, "--minutes", str(minutes)]
+        command = [sys.executable, "-m", "reliability.fuzz", "--one", name, "--minutes", str(minutes)]
         command += ["--seed", str(seed), "--folder", str(own)]
         with (own / "output").open("w") as output, progress(name, max(1, round(60 * minutes)), True) as advance:
             child = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
@@ -266,6 +265,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Fuzz one parser, in a process of its own, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="per parser (default: 30)")
     parser.add_argument("--parsers", default=",".join(PARSERS), help=f"of {', '.join(PARSERS)} (default: all)")

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from campaign.runs import ReshardedRun, Run, send
+from reliability.campaign.runs import ReshardedRun, Run, send
 
 MOMENTS = ("save", "save", "save", "step", "start")
 STOP_SECONDS = (0.5, 3.0)

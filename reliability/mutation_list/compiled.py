@@ -1,6 +1,6 @@
 """Mutations of csrc/. Each compiles one file."""
 
-from mutation_list.mutation import Mutation
+from reliability.mutation_list.mutation import Mutation
 
 OVERLAP = "core/blocks/test_overlap_is_real.py"
 VIRTUAL = "virtual_device/test_virtual_stack.py"

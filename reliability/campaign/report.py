@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from campaign.faults import Fault, lost_steps
-from campaign.runs import STEPS
-from campaign.sessions import KINDS, WORLDS, Session
 from oases.profile.run import device_name
+from reliability.campaign.faults import Fault, lost_steps
+from reliability.campaign.runs import STEPS
+from reliability.campaign.sessions import KINDS, WORLDS, Session
 
 COLUMNS = ("fault", "number", "while saving", "median s", "worst s", "over 30 s", "steps lost")
 WORLD_COLUMNS = ("run", "sessions", "faults", "restarts' median s", "worst s", "stuck", "differences", "left behind")

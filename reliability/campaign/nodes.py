@@ -10,9 +10,9 @@ import time
 
 from kills import children_of, words_of
 
-from campaign.faults import Kind
-from campaign.runs import Run, send
 from oases import testbed
+from reliability.campaign.faults import Kind
+from reliability.campaign.runs import Run, send
 
 LINK = "1gbit"
 NODES = 2

@@ -1,6 +1,6 @@
 """Mutations of training, experts, sparse gradients, planner, unedited models and SVMs."""
 
-from mutation_list.mutation import Mutation
+from reliability.mutation_list.mutation import Mutation
 
 TRANSFER = "moe/test_transfer.py"
 

@@ -11,12 +11,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import oases
@@ -25,13 +26,16 @@ WIDTH, HEADS, WORDS, LENGTH = 32, 4, 64, 16
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    """Transformer layer with causal attention."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply attention and MLP to an activation [batch, length, WIDTH]."""
         h = self.norm(x)
         q, k, v = (
             cut(h).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
@@ -43,26 +47,32 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    """Language model of a few words."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
-    def forward(self, words):
-        x = self.table(words)
+    def forward(self, words: Tensor) -> Tensor:
+        """Logits [batch, length, WORDS] of words [batch, length]."""
+        x: Tensor = self.table(words)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
-def batch_of(step):
+def batch_of(step: int) -> Tensor:
+    """Words of a step, [batch, length + 1]."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(WORDS, (8, 1), generator=generator)
     return (first + torch.arange(LENGTH + 1) * 3) % WORDS
 
 
-def save(folder, step, model, optimizer, way):
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Any:
+    """Save in one of the ways; returns a save that is still being written, or None."""
     if way == "oases":
         return oases.save_checkpoint(folder, model, optimizer, step=step, keep=2, asynchronous=True)
     part, rank = folder / f".step-{step:06d}.part", dist.get_rank()
@@ -82,7 +92,7 @@ def save(folder, step, model, optimizer, way):
     return None
 
 
-def load(folder, model, optimizer, way):
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> int:
     """Load the newest save; return its step, 0 without one."""
     if way == "oases":
         return oases.load_checkpoint(folder, model, optimizer) if any(folder.glob("step-*")) else 0
@@ -105,7 +115,8 @@ def load(folder, model, optimizer, way):
     return int(saved[-1].name.removeprefix("step-"))
 
 
-def main(place, steps, save_every, way):
+def main(place: Path, steps: int, save_every: int, way: str) -> None:
+    """Train, from the newest save, to the last step."""
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     model = Model()
