@@ -78,7 +78,7 @@ FACTORS = {
 }  # fmt: skip
 """Those of python_tests/train/pairs.py, written down: a tree without one of them fails its rows."""
 EVERY = 5
-"""Of the rows of the covering array the default set has each fifth; with FACTORS' sizes that is every choice."""
+"""The default set has every fifth row of the covering array."""
 
 
 class Case(NamedTuple):
@@ -606,7 +606,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def difference(before: Record, after: Record) -> str:
-    """What differs first between two records; empty where nothing does."""
+    """First difference between two records; empty where there is none."""
     for what in ("losses", "norms"):
         for step, (mine, theirs) in enumerate(zip(before[what], after[what], strict=False)):
             if repr(mine) != repr(theirs):
@@ -617,7 +617,7 @@ def difference(before: Record, after: Record) -> str:
 
 
 def status_of(name: str, before: Record | None, after: Record | None, gone: list[str]) -> str:
-    """How a case compares: a word, then what is to be said of it."""
+    """Result of comparing a case: a word, then the reason."""
     if any(fnmatch(name, pattern) for pattern in gone):
         return "gone"
     if before is None or after is None or "error" in before:

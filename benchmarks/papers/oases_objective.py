@@ -22,6 +22,7 @@ It leaves out contention, launches, the data-parallel all-reduce, the optimizer 
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from oases.cli.options import Parser, fail, require_writable
+from oases.cli.options import Parser, fail, require_writable, result_output, write_result
 from oases.cli.plan import figures, plan_table, title
 from oases.cli.plan_options import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
 from oases.errors import UsageError
@@ -229,7 +230,7 @@ def published_rows(profile: str | None) -> list[dict[str, Any]]:
 def main(given: Sequence[str] | None = None) -> None:
     """Print the plan that the published objective likes best, as `oases plan` prints its own."""
     parser = Parser(description="Plan by the objective that the Oases paper publishes.")
-    parser.add_argument("--json", metavar="FILE", help="write the plan there")
+    parser.add_argument("--json", metavar="FILE", help="write the plan there; - = to standard output")
     add_model(parser)
     add_cluster(parser)
     parser.add_argument("--global-batch", type=int, metavar="N", help="samples of one optimizer step")
@@ -238,14 +239,19 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given)
     try:
         require_writable("--json", options.json)
-        model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
-        budget = None if options.memory is None else parse_bytes(options.memory)
-        choice = published_plan(
-            model, hardware, world, batch, budget=budget, rows=published_rows(options.profile),
-            degrees=() if options.degrees is None else counts(options.degrees),
-        )  # fmt: skip
+        with result_output(options.json):
+            _show(options)
     except UsageError as error:
         fail(str(error))
+
+
+def _show(options: argparse.Namespace) -> None:
+    model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    budget = None if options.memory is None else parse_bytes(options.memory)
+    choice = published_plan(
+        model, hardware, world, batch, budget=budget, rows=published_rows(options.profile),
+        degrees=() if options.degrees is None else counts(options.degrees),
+    )  # fmt: skip
     plan, capacity = Predictor(hardware).with_prediction(choice.plan), usable_bytes(hardware, budget)
     uniform = ", ".join(f"tp {tp} {1e3 * seconds:.1f} ms" for tp, seconds in choice.uniform_seconds.items())
     console.print(
@@ -257,7 +263,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for line in figures(plan, hardware, capacity):
         console.print(line, soft_wrap=True)
     if options.json is not None:
-        Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+        write_result(options.json, plan.to_json())
 
 
 if __name__ == "__main__":
