@@ -62,9 +62,9 @@ test-gpu: build-tests
 	$(PY) -m pytest -m gpu
 
 bench-gpu: build
-	$(PY) -m oases bench gpu --report docs/benchmarks/$$(date +%F)-gpu.md --json docs/benchmarks/$$(date +%F)-gpu.json
+	$(PY) -m oases bench gpu --report build/gpu.md --json docs/benchmarks/gpu/gpu.json
 
-# Everything that a GPU is needed for: tests, sanitizers, kernels beside the copy rate, profile, and a dated report; goes on
+# Everything that a GPU is needed for: tests, sanitizers, kernels beside the copy rate, profile, and a report; goes on
 # where it was cut off.
 gpu-day: $(VENV)/torch
 	@$(PY) -m build_tools.gpu_day --check
