@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests would compile the same files again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz fingerprints bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -28,26 +28,33 @@ test-all: build-tests test-cpp
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
 
 # The cases that take minutes, of which `make test-all` runs some.
-test-slow: build-tests $(VENV)/slow
+test-slow: build-tests $(VENV)/group-slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
 mutations: build-tests
-	$(PY) python_tests/mutations.py
+	$(PY) -m reliability.mutations
 
 # Faults that hit training runs, compared with undisturbed runs: an hour; goes on where it was cut off.
 # A part, and a report: make campaign CAMPAIGN="--minutes 10 --report campaign.md".
 campaign: build-tests
-	$(PY) python_tests/campaign $(CAMPAIGN)
+	$(PY) -m reliability.campaign $(CAMPAIGN)
 
 # Coverage-guided fuzzing of every parser, half an hour each: make fuzz MINUTES=1
 MINUTES ?= 30
-fuzz: build-tests $(VENV)/slow
-	$(PY) python_tests/fuzz.py --minutes $(MINUTES)
+fuzz: build-tests $(VENV)/group-slow
+	$(PY) -m reliability.fuzz --minutes $(MINUTES)
+
+# Losses and weights of this tree beside those of another with a compiled oases: make fingerprints BASE=../main
+BASE ?=
+fingerprints: build-tests
+	PYTHONPATH=$(BASE) $(PY) reliability/fingerprints.py --json build/fingerprints-base.json
+	PYTHONPATH=. $(PY) reliability/fingerprints.py --json build/fingerprints.json
+	$(PY) reliability/fingerprints.py --compare build/fingerprints-base.json build/fingerprints.json
 
 # Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
 SESSION ?=
-test-versions: $(VENV)/release
+test-versions: $(VENV)/group-release
 	$(VENV)/bin/nox $(if $(SESSION),--session "$(SESSION)")
 
 # On a machine with a GPU and a CUDA torch.
@@ -55,9 +62,9 @@ test-gpu: build-tests
 	$(PY) -m pytest -m gpu
 
 bench-gpu: build
-	$(PY) -m oases bench gpu --report docs/benchmarks/$$(date +%F)-gpu.md --json docs/benchmarks/$$(date +%F)-gpu.json
+	$(PY) -m oases bench gpu --report build/gpu.md --json docs/benchmarks/gpu/gpu.json
 
-# Everything that a GPU is needed for: tests, sanitizers, kernels beside the copy rate, profile, and a dated report; goes on
+# Everything that a GPU is needed for: tests, sanitizers, kernels beside the copy rate, profile, and a report; goes on
 # where it was cut off.
 gpu-day: $(VENV)/torch
 	@$(PY) -m build_tools.gpu_day --check
@@ -66,7 +73,7 @@ gpu-day: $(VENV)/torch
 
 # Compiles every kernel for every architecture; fails where one spills registers, or where one that moves 16 bytes at a time
 # splits them, or uses more registers than it may (build_tools/cuda_check.py). Needs no GPU.
-cuda-check: build $(VENV)/cuda
+cuda-check: build $(VENV)/group-cuda
 	@$(PY) -m build_tools.cuda_check
 
 bench: build
@@ -77,7 +84,7 @@ build:
 	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built
 
 build-tests:
-	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built $(VENV)/tests
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built $(VENV)/group-test
 
 # torch without what registers with it, which may be an older oases, or one whose folder was moved.
 ALONE := TORCH_DEVICE_BACKEND_AUTOLOAD=0
@@ -90,8 +97,15 @@ $(VENV)/torch:
 	@$(ALONE) $(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)' setuptools; }
 	@touch $@
 
-$(VENV)/installed: requirements.txt $(VENV)/torch
-	$(PY) -m pip install --quiet -r requirements.txt
+# pip 25.1 is the first that installs groups of pyproject.toml.
+$(VENV)/installed: pyproject.toml $(VENV)/torch
+	@$(PY) -m pip install --quiet 'pip>=25.1'
+	$(PY) -m pip install --quiet --group dev
+	@touch $@
+
+# The packages of a group of pyproject.toml.
+$(VENV)/group-%: pyproject.toml $(VENV)/installed
+	$(PY) -m pip install --quiet --group $*
 	@touch $@
 
 # pip would hide the progress.
@@ -103,10 +117,6 @@ $(VENV)/built: pyproject.toml $(VENV)/installed $(VENV)/compiled
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(VENV)/tests: requirements-test.txt $(VENV)/installed
-	$(PY) -m pip install --quiet -r requirements-test.txt
-	@touch $@
-
 # GoogleTest comes from Debian's libgtest-dev; where it cannot be installed, one line says what to do.
 test-cpp: build
 	@sh cpp_tests/run.sh $(PY) build/cpp
@@ -115,45 +125,25 @@ sanitize: build
 	@sh cpp_tests/run.sh $(PY) build/cpp-thread thread
 	@sh cpp_tests/run.sh $(PY) build/cpp-address address
 
-$(VENV)/linters: requirements-lint.txt $(VENV)/built
-	$(PY) -m pip install --quiet -r requirements-lint.txt
-	@touch $@
-
-$(VENV)/cuda: requirements-cuda.txt $(VENV)/installed
-	$(PY) -m pip install --quiet -r requirements-cuda.txt
-	@touch $@
-
-$(VENV)/slow: requirements-slow.txt $(VENV)/installed
-	$(PY) -m pip install --quiet -r requirements-slow.txt
-	@touch $@
-
-$(VENV)/release: requirements-release.txt $(VENV)/installed
-	$(PY) -m pip install --quiet -r requirements-release.txt
-	@touch $@
-
-$(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
-	$(PY) -m pip install --quiet -r requirements-docs.txt
-	@touch $@
-
 # A broken link inside docs/, or a docstring that cannot be rendered, is an error. `make test-all` runs the code blocks.
-docs: $(VENV)/docs
+docs: $(VENV)/built $(VENV)/group-test $(VENV)/group-docs
 	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
-lint: $(VENV)/linters
+lint: $(VENV)/built $(VENV)/group-lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(VENV)/bin/codespell $$(git ls-files)
 
-format: $(VENV)/linters
+format: $(VENV)/built $(VENV)/group-lint
 	$(PY) -m ruff check --fix --quiet . || true
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 # A wheel for the torch of $(VENV), and the sources. twine checks what a package index shows of them.
-dist: $(VENV)/release
+dist: $(VENV)/group-release
 	rm -rf dist
 	OASES_CUDA_ARCHS=$${OASES_CUDA_ARCHS:-all} $(PY) -m build --no-isolation --outdir dist
 	$(PY) -m twine check --strict dist/*

@@ -16,14 +16,14 @@ VERSIONS = [
     ("3.12", "2.15"), ("3.13", "2.15"),
 ]  # fmt: skip
 TESTS = [
-    "execution", "graph/test_trace.py", "kernels/test_norm.py", "moe/test_moe_layer.py", "parallel/test_chunks.py",
-    "parallel/test_embedding.py", "parallel/test_exactness.py", "parallel/test_fsdp.py",
-    "parallel/test_gradient_averaging.py", "parallel/test_gradient_clipping.py", "parallel/test_linear.py",
-    "parallel/test_styles.py", "schedule", "sparse/test_sparse_hook.py", "test_cli.py", "train/test_checkpoint.py",
-    "train/test_precision.py", "train/test_trainer.py",
+    "core/schedule", "core/execution", "core/blocks/test_exactness.py", "checkpoint/test_checkpoint.py",
+    "distributed/test_fsdp.py", "distributed/test_gradient_averaging.py", "distributed/test_gradient_clipping.py",
+    "graph/test_trace.py", "kernels/test_norm.py", "layers/test_chunks.py", "layers/test_embedding.py",
+    "layers/test_linear.py", "layers/test_styles.py", "moe/test_moe_layer.py", "sparse/test_sparse_hook.py",
+    "test_cli.py", "train/test_precision.py", "train/test_trainer.py",
 ]  # fmt: skip
 UNEDITED_MODELS = ["autotp/test_logits.py", "autotp/test_parallelize.py", "autotp/test_pretrained.py"]
-TREE = ("python_tests", "benchmarks", "examples", "pyproject.toml")
+TREE = ("python_tests", "reliability", "benchmarks", "examples", "pyproject.toml")
 """Files that tests read besides the package."""
 
 nox.options.error_on_missing_interpreters = True
@@ -35,7 +35,7 @@ nox.options.stop_on_first_error = False
 def versions(session: nox.Session, torch: str) -> None:
     """Build against one torch, import, run the main tests."""
     session.env["PYTHONPATH"] = None  # it may name a tree with an oases of its own
-    session.install(f"torch=={torch}.*", "-r", "requirements.txt", "-r", "requirements-test.txt")
+    session.install(f"torch=={torch}.*", *nox.project.dependency_groups(nox.project.load_toml(), "dev", "test"))
     session.install(".")
     tree = Path(session.create_tmp()) / "tree"
     shutil.rmtree(tree, ignore_errors=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import oases
+from oases.cli.options import require_writable, result_output, write_result
 from oases.distributed.mesh import Mesh
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.terminal import console, table
@@ -74,8 +75,14 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel degree (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages (default: 1)")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor-parallel degree (default: 2)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - = to standard output")
     options = parser.parse_args()
+    require_writable("--json", options.json)
+    with result_output(options.json):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             **SIZES, steps=options.steps, degrees=Degrees(options.dp, options.pp, options.tp),
@@ -89,7 +96,7 @@ def main() -> None:
     texts = [[f"{value:.1f}" if "MiB" in name else str(value) for name, value in row.items()] for row in rows]
     console.print(table(COLUMNS, texts))
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_result(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

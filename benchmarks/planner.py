@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.cli.options import require_writable, write_json
+from oases.cli.options import require_writable, result_output, write_json
 from oases.errors import UsageError
 from oases.profile.config import OverlapConfig, ProfileConfig
 from oases.profile.overlap import OverlapBench
@@ -199,9 +199,10 @@ def main() -> None:
                 sys.exit(ended.returncode)
             runs += json.loads(path.read_text())["runs"]
     result = compare(runs)
-    for each in shown(result):
-        console.print(each)
-    write_json(options.json, result)
+    with result_output(options.json):
+        for each in shown(result):
+            console.print(each)
+        write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def find_cuobjdump(nvcc: str) -> str:
     for place in places:
         if place and (found := shutil.which(place)):
             return found
-    raise NoCudaError("cuobjdump was not found; pip install -r requirements-cuda.txt, or set CUOBJDUMP to its path")
+    raise NoCudaError("cuobjdump was not found; pip install --group cuda, or set CUOBJDUMP to its path")
 
 
 def check() -> int:

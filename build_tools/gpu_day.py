@@ -5,8 +5,7 @@
 
 A step's output is in build/gpu-day/COMMIT/STEP.log, its outcome beside it, so a run that was cut off goes on where it
 stopped; a step that failed runs again. The steps take twenty minutes at most: each has a share, and what one leaves
-over the next may use. The report is docs/benchmarks/DATE-gpu-day.md. Exit code 1 where a step has
-failed.
+over the next may use. The report is report.md there. Exit code 1 where a step has failed.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ def run_all(folder: Path, machine: str) -> int:
     for step in steps(folder):
         end += 60 * step.minutes
         outcomes.append((step, run(step, folder, end - time.monotonic())))
-    report = objects.ROOT / "docs" / "benchmarks" / f"{datetime.date.today().isoformat()}-gpu-day.md"
+    report = folder / "report.md"
     report.write_text(markdown(outcomes, folder, machine))
     objects.report(f"gpu-day: {report}")
     return int(any(outcome is not None and outcome.code != 0 for _, outcome in outcomes))

@@ -47,7 +47,7 @@ def require_installed(name: str) -> None:
     except PackageNotFoundError:
         raise UsageError(
             f"the peer {name!r} needs {_PACKAGES[name]}, which is not installed; "
-            "pip install -r requirements-peers.txt, or leave it out of --peers"
+            "pip install --group peers, or leave it out of --peers"
         ) from None
 
 

@@ -19,6 +19,7 @@ from oases.cli.options import (
     is_first_rank,
     make_rank_options,
     require_writable,
+    result_output,
     write_json,
 )
 from oases.core.schedule import ScheduleError
@@ -43,13 +44,14 @@ def add(benches: Any) -> None:
 def script(benchmark: Benchmark, path: str) -> None:
     """Run the command line of a stand-alone benchmark, `python PATH`."""
     parser = Parser(prog=f"python {path}", description=benchmark.help + ".")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - = to standard output")
     _add_benchmark(parser, benchmark, path)
     given = sys.argv[1:]
     try:
         options = parser.parse_args(given)
         require_writable("--json", options.json)
-        options.run(options, given)
+        with result_output(options.json):
+            options.run(options, given)
     except (UsageError, ScheduleError) as error:
         fail(str(error))
 

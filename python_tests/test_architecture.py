@@ -101,7 +101,7 @@ PUBLIC = (
     "full_state_dict", "load_checkpoint", "load_weights", "make_optimizer", "nccl_options", "parallel_cross_entropy",
     "parallelize", "plan", "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
 )  # fmt: skip
-FOLDERS = (*PACKAGES, "python_tests", "csrc", "cpp_tests")
+FOLDERS = (*PACKAGES, "python_tests", "reliability", "csrc", "cpp_tests")
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".sh")
 PUBLIC_OF_PARTS = {
     "oases.svm": ("NonconvexSVC",),

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from campaign.__main__ import begin, main
-from campaign.faults import MOMENTS, Fault
-from campaign.report import COLUMNS, WORLD_COLUMNS, rows_by_kind, rows_by_world, write_report
-from campaign.sessions import KINDS, WORLDS, Expected, Plan, Session, differs, judge, largest, plan_faults
 from safetensors.torch import save_file
 from torch import tensor
+
+from reliability.campaign.__main__ import begin, main
+from reliability.campaign.faults import MOMENTS, Fault
+from reliability.campaign.report import COLUMNS, WORLD_COLUMNS, rows_by_kind, rows_by_world, write_report
+from reliability.campaign.sessions import KINDS, WORLDS, Expected, Plan, Session, differs, judge, largest, plan_faults
 
 EACH = 5
 """Faults of a session."""

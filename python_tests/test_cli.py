@@ -1,10 +1,12 @@
 """The command line: every mistake exits with 2 and one line that names the value and the remedy."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import fails
@@ -172,6 +174,32 @@ def test_bench_writes_its_json(ranks_at_hand, capfd, tmp_path):
     assert spent is None or list(spent) == ["compute alone", "side by side", "sync", "oases"]
     assert "compute alone" in output.out
     assert "profiler" not in output.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("link", [[], ["--link", "1gbit"]], ids=["plain", "link"])
+def test_the_result_alone_is_on_standard_output(tmp_path, link):
+    if link and (reason := testbed.why_impossible("1gbit", 1)):
+        pytest.skip(reason)
+    command = [
+        sys.executable,
+        "-m",
+        "oases",
+        "train",
+        *SMALL,
+        "--steps",
+        "3",
+        "--print-every",
+        "1",
+        "--json",
+        "-",
+        *link,
+    ]
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=120, check=True)
+    assert len(json.loads(done.stdout)["losses"]) == 3
+    assert "training 3/3" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

@@ -52,6 +52,18 @@ def planned(quick, tmp_path_factory):
     return str(path)
 
 
+def test_a_dash_is_standard_output_and_all_else_goes_to_standard_error(quick, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cli.main(["plan", *GIVEN, "--json", "-"])
+    output = capfd.readouterr()
+    assert Plan.from_json(output.out).world == 4
+    assert "tokens/s" in output.err
+    assert "written to" not in output.err
+    assert not list(tmp_path.iterdir())
+    cli.main(["simulate", *GIVEN, "--degrees", "2"])
+    assert "tokens/s" in capfd.readouterr().out  # as before
+
+
 @pytest.mark.long
 def test_plan_writes_what_train_executes(capsys, tmp_path):
     path = tmp_path / "plan.json"

@@ -115,7 +115,7 @@ def test_torchrun_takes_what_the_operator_sets(tmp_path):
     assert seen(tmp_path) == ["0 of 2", "1 of 2"]
 
 
-@pytest.mark.slow  # a minute, most of it Ray's own start; ray is in requirements-slow.txt
+@pytest.mark.slow  # a minute, most of it Ray's own start; ray is in the group slow
 @pytest.mark.timeout(300)
 def test_ray_trains_over_two_workers_and_keeps_the_model(tmp_path):
     from transformers import LlamaForCausalLM

@@ -1,6 +1,5 @@
 """README and docs: code blocks run, commands parse, links and figures hold."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,12 +8,10 @@ from pathlib import Path
 import pytest
 
 import oases
-from benchmarks.overlap import cells, path_of, summary
+from benchmarks import ratios
 from oases.cli import _parser, main
 
 ROOT = Path(__file__).parents[1]
-OVERLAP = ROOT / "docs" / "benchmarks" / "2026-11-21-overlap"
-RATIOS = ROOT / "docs" / "benchmarks" / "2026-11-24-ratios"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -55,8 +52,6 @@ def test_code_blocks_run_on_two_ranks(code, script_ranks, tmp_path):
 def commands() -> Iterator[tuple[str, str]]:
     """Indented lines of all pages that run `oases COMMAND`, and their page."""
     for page in PAGES:
-        if page.parent.name == "benchmarks":  # dated reports: they say what was run then
-            continue
         text = re.sub(r"\\\n +", "", page.read_text())
         for line in re.findall(r"^    (?:\$ )?(?:\S.* -m )?oases (\w.*)$", text, re.MULTILINE):
             yield str(page.relative_to(ROOT)), line
@@ -83,23 +78,15 @@ def test_a_plan_on_a_page_is_what_the_command_prints(capsys):
     assert [each.strip() for each in text.splitlines()] == [each for each in printed if each]
 
 
-def test_the_figures_of_the_report_by_link_are_those_of_its_runs():
-    found = {cell: json.loads(path_of(cell, OVERLAP).read_text()) for cell in cells(["500mbit", "1gbit", "2gbit"])}
-    assert summary(found) in OVERLAP.with_suffix(".md").read_text()
-
-
-@pytest.mark.parametrize("path", sorted(RATIOS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_figures_of_readme_are_those_of_its_run(path):
-    (found,) = json.loads(path.read_text())["ratios"]
-    step = {name: each["step_seconds"] for name, each in found["schedules"].items()}
-    peer = min(each["step_seconds"] for each in found["peers"].values())
-    row = (
-        f"| {found['communication_over_compute']:.2f} | {found['config']['recompute']} "
-        f"| {step['sync'] / step['auto']:.2f} x | **{peer / step['auto']:.2f} x** "
-        f"| {100 * found['schedules']['auto']['of_ideal']:.0f} % | {peer / step['oases:int8']:.2f} x |\n"
-    )
-    for page in (ROOT / "README.md", RATIOS.with_suffix(".md")):
-        assert row in page.read_text()
+@pytest.mark.parametrize("name", ratios.MODELS)
+def test_the_figures_of_readme_and_of_the_pages_by_ratio_are_those_of_their_runs(name):
+    model = ratios.MODELS[name]
+    found, page = ratios.results(model.folder), model.folder.with_suffix(".md").read_text()
+    assert len(found) >= 7
+    assert ratios.steps(found, model.schedules) in page
+    if name == "first":
+        assert ratios.summary(found) in page
+        assert ratios.summary(found) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", ["design.md", "internals.md"])

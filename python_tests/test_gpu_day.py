@@ -32,14 +32,12 @@ def test_a_second_run_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
     works = Step("first", (sys.executable, "-c", COUNTING.format(path=str(ran[0]))), 1)
     fails = Step("second", (sys.executable, "-c", COUNTING.format(path=str(ran[1])) + "; raise SystemExit(3)"), 1)
     missing = Step("third", ("no-such-program",), 1, needs="no-such-program")
-    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
     monkeypatch.setattr(objects, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_day, "steps", lambda folder: [works, fails, missing])
     assert gpu_day.run_all(tmp_path / "logs", "some GPU") == 1
     repaired = Step("second", works.command, 1)
     monkeypatch.setattr(gpu_day, "steps", lambda folder: [works, repaired, missing])
-    (report,) = (tmp_path / "docs" / "benchmarks").iterdir()
-    text = report.read_text()
+    text = (tmp_path / "logs" / "report.md").read_text()
     assert "| first | passed: done |" in text
     assert "| second | exit 3: done |" in text
     assert "| third | not run: no-such-program is not installed | |" in text
@@ -51,11 +49,10 @@ def test_a_second_run_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
 def test_a_step_that_hangs_is_stopped_and_the_next_gets_its_own_time(tmp_path, monkeypatch):
     hangs = Step("hangs", (sys.executable, "-c", "import time; time.sleep(600)"), 0.5 / 60)
     works = Step("works", (sys.executable, "-c", "print('done')"), 1)
-    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
     monkeypatch.setattr(objects, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_day, "steps", lambda folder: [hangs, works])
     assert gpu_day.run_all(tmp_path / "logs", "some GPU") == 1
-    (report,) = (tmp_path / "docs" / "benchmarks").iterdir()
+    report = tmp_path / "logs" / "report.md"
     assert "| hangs | stopped, its time was over: " in report.read_text()
     assert "| works | passed: done |" in report.read_text()
 

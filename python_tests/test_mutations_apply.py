@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from mutation_list import MUTATIONS
+
+from reliability.mutation_list import MUTATIONS
 
 TESTS = Path(__file__).parent
 

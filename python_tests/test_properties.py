@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from input_mutations import hardware, mutated, plans, schedules
 
 from oases.checkpoint import retention
 from oases.checkpoint.files import write
@@ -40,6 +39,7 @@ from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig
 from oases_train.plan import plan_from_degrees
+from reliability.input_mutations import hardware, mutated, plans, schedules
 
 PLAIN = settings(
     derandomize=True, database=None, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck)

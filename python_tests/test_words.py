@@ -17,10 +17,11 @@ FOLDERS = (
     "build_tools",
     "examples",
     "python_tests",
+    "reliability",
 )
 OPENING = re.compile(r"^ *\"\"\"((What|Which|Who|How|Of|As)\b.*)", re.MULTILINE)
 GONE = re.compile(r"\b(put off|had here|mend|mended|perceptron)\b", re.IGNORECASE)
-KEEPS_THEM = ("python_tests/test_words.py", "python_tests/mutation_list/")
+KEEPS_THEM = ("python_tests/test_words.py", "reliability/mutation_list/")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 

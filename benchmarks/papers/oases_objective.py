@@ -31,17 +31,17 @@ null means that the configuration did not fit. all_reduce_ms is an all-reduce of
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from oases.cli.options import Parser, fail, require_writable
+from oases.cli.options import Parser, fail, require_writable, result_output, write_result
 from oases.cli.plan import figures, plan_table, title
 from oases.cli.plan_options import (
     add_cluster,
@@ -351,7 +351,7 @@ def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> D
 def main(given: Sequence[str] | None = None) -> None:
     """Print the plan that the published objective likes best, as `oases plan` prints its own."""
     parser = Parser(description="Plan by the objective that the Oases paper publishes.")
-    parser.add_argument("--json", metavar="FILE", help="write the plan there")
+    parser.add_argument("--json", metavar="FILE", help="write the plan there; - = to standard output")
     add_model(parser)
     add_cluster(parser)
     parser.add_argument("--table", metavar="FILE", help="published block times, in place of --cluster or --profile")
@@ -362,24 +362,29 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given)
     try:
         require_writable("--json", options.json)
-        rows: list[dict[str, Any]] = []
-        if options.table is not None:
-            data = read_json(options.table, "--table", "give a table of published block times")
-            hardware, rows = from_published(data, f"--table {options.table}"), data["rows"]
-            if options.profile_to is not None:
-                write(hardware, options.profile_to)
-                return
-            world = require_count("--world", options.world or 0)
-        else:
-            hardware, world = cluster_of(options)
-        model, batch = model_of(options), batch_of(options)
-        budget = None if options.memory is None else parse_bytes(options.memory)
-        choice = published_plan(
-            model, hardware, world, batch, budget=budget, rows=rows,
-            degrees=() if options.degrees is None else counts(options.degrees),
-        )  # fmt: skip
+        with result_output(options.json):
+            _show(options)
     except UsageError as error:
         fail(str(error))
+
+
+def _show(options: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    if options.table is not None:
+        data = read_json(options.table, "--table", "give a table of published block times")
+        hardware, rows = from_published(data, f"--table {options.table}"), data["rows"]
+        if options.profile_to is not None:
+            write(hardware, options.profile_to)
+            return
+        world = require_count("--world", options.world or 0)
+    else:
+        hardware, world = cluster_of(options)
+    model, batch = model_of(options), batch_of(options)
+    budget = None if options.memory is None else parse_bytes(options.memory)
+    choice = published_plan(
+        model, hardware, world, batch, budget=budget, rows=rows,
+        degrees=() if options.degrees is None else counts(options.degrees),
+    )  # fmt: skip
     plan, capacity = Predictor(hardware).with_prediction(choice.plan), usable_bytes(hardware, budget)
     uniform = ", ".join(f"tp {tp} {1e3 * seconds:.1f} ms" for tp, seconds in choice.uniform_seconds.items())
     console.print(
@@ -391,7 +396,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for line in figures(plan, hardware, capacity):
         console.print(line, soft_wrap=True)
     if options.json is not None:
-        Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+        write_result(options.json, plan.to_json())
 
 
 if __name__ == "__main__":

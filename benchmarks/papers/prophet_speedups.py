@@ -11,15 +11,14 @@ all rows.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, log
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from oases.cli.options import require_writable, result_output, write_json
 from oases.moe.costs import Costs
 from oases.moe.placement import Chosen, Integers, Placement, make_placement, owner_only, plan
 from oases.terminal import console, percent, table
@@ -189,8 +188,14 @@ def _errors(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> None:
     """Print modelled and published speed-ups; below, the errors under the assumptions and under others."""
     parser = argparse.ArgumentParser(description="The speed-ups of Pro-Prophet's evaluation, modelled.")
-    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON; - = to standard output")
     options = parser.parse_args()
+    require_writable("--json", options.json)
+    with result_output(options.json):
+        _show(options)
+
+
+def _show(options: argparse.Namespace) -> None:
     result = report()
     error = result["error"]
     rows = [
@@ -202,8 +207,7 @@ def main() -> None:
         rows.append((f"error: {name}", by_method, percent(errors["all"]), "-"))
     columns = ("model", "method", "modelled", "published")
     console.print(table(columns, rows, words=2, title=f"off by {percent(error['all'])}, geometric mean"))
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

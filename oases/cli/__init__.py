@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from oases import __version__
-from oases.cli.options import COMMANDS, Parser, command, fail, require_writable
+from oases.cli.options import COMMANDS, Parser, command, fail, require_writable, result_output
 from oases.core.schedule import ScheduleError
 from oases.errors import ExtensionError, UsageError
 from oases.limits import require_arguments
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_arguments(given)
         options = _parser(given).parse_args(given)
         require_writable("--json", options.json)
-        options.run(options, given)
+        with result_output(options.json):
+            options.run(options, given)
     except (UsageError, ScheduleError, ExtensionError) as error:
         fail(str(error))
     except OSError as error:  # an invalid path: too long, in a folder without permission, on a full disk

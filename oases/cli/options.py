@@ -9,7 +9,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,9 @@ from oases.files import write_text
 from oases.launch import fork_server
 from oases.limits import flag_of, require_numbers
 from oases.testbed import Backend
+
+STANDARD_OUTPUT = "-"
+"""Path that stands for standard output."""
 
 ELSEWHERE = {
     "--graph": "--model",
@@ -114,7 +118,7 @@ def command(commands: Any, name: str, description: str | None = None) -> argpars
     """Add a command, with --json, to subparsers. description: None for one of COMMANDS."""
     description = COMMANDS[name].help if description is None else description
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - = to standard output")
     return parser
 
 
@@ -223,6 +227,8 @@ def enter_link(
         )
     reason = testbed.why_impossible(rate, nodes)
     if reason is None:
+        if options.json == STANDARD_OUTPUT:
+            os.dup2(sys.stdout.fileno(), 1)  # the process that replaces this one parts them again
         testbed.relaunch(rate, given, nodes, script)
     if not or_simulate or nodes != 1:  # the simulated link has no nodes
         raise UsageError(f"{asked} is not available: {reason}; or leave out {asked.replace(f' {rate}', '')}")
@@ -281,7 +287,7 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
 
 def require_writable(name: str, path: str | None) -> None:
     """Create a file's folder if missing. UsageError, before any work is done, unless the file can be written."""
-    if path is None:
+    if path is None or (path == STANDARD_OUTPUT and name == "--json"):
         return
     target = Path(path)
     if not path or target.is_dir():
@@ -293,10 +299,43 @@ def require_writable(name: str, path: str | None) -> None:
         raise UsageError(f"{name} {path!r} cannot be written: permission denied")
 
 
+@contextmanager
+def result_output(path: str | None) -> Iterator[None]:
+    """Context of a command with --json PATH: if that is "-", all but the result goes to standard error.
+
+    So do other processes that are started in it, such as ranks.
+    """
+    if path != STANDARD_OUTPUT:
+        yield
+        return
+    from oases.terminal import console
+
+    before = sys.stdout
+    before.flush()
+    with open(os.dup(1), "w", encoding="utf-8") as sys.stdout:
+        os.dup2(2, 1)
+        console.stderr = True
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(sys.stdout.fileno(), 1)
+            sys.stdout, console.stderr = before, False
+
+
 def write_json(path: str | None, result: dict[str, Any]) -> None:
     """Write a command's result as JSON, if a path was given."""
     if path is not None:
-        write_text(path, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n", "--json")
+        write_result(path, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
+
+
+def write_result(path: str, text: str) -> None:
+    """Write the text of --json to its file, or to standard output."""
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_text(path, text, "--json")
 
 
 def _plain(value: Any) -> Any:

@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from oases.cli.options import command
+from oases.cli.options import STANDARD_OUTPUT, command, write_result
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.core.dtypes import LOSSY
 from oases.core.schedule.pipeline import name_of
-from oases.files import write_text
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
@@ -203,7 +202,8 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
             found = rivals(plans, predictor, capacity)
         console.print(rivals_table(found, best))
     if options.json is not None:
-        write_text(options.json, best.to_json(), "--json")
+        write_result(options.json, best.to_json())
+    if options.json not in (None, STANDARD_OUTPUT):
         nodes = max(1, world // hardware.ranks_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {hardware.ranks_per_node} ... -m " if nodes > 1 else ""
         how = f"{start}oases train --plan {options.json}"

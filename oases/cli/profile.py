@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from oases.cli.options import (
+    STANDARD_OUTPUT,
     add_options,
     add_ranks,
     command,
@@ -19,12 +20,13 @@ from oases.cli.options import (
     enter_link,
     is_first_rank,
     make_rank_options,
+    write_result,
 )
 from oases.errors import UsageError
 from oases.plans.shape import ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Hardware, MeasuredBlock
-from oases.simulator.hardware_file import read_hardware, write
+from oases.simulator.hardware_file import read_hardware, to_json
 from oases.simulator.links import LinkModel
 
 
@@ -160,8 +162,9 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.json is None:
         console.print("Nothing was written; give --json FILE to keep the profile.")
         return
-    write(hardware, options.json)
-    console.print(f"written to {options.json}", soft_wrap=True)
+    write_result(options.json, to_json(hardware))
+    if options.json != STANDARD_OUTPUT:
+        console.print(f"written to {options.json}", soft_wrap=True)
 
 
 def _flags(given: Sequence[str]) -> set[str]:

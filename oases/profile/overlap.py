@@ -222,7 +222,7 @@ class OverlapBench:
         if not error < 1e-3:
             raise RuntimeError(
                 f"the peer {peer!r} computes something else: its gradient of the input differs by {error:.1e}; leave "
-                "it out of --peers and install the versions in requirements-peers.txt"
+                "it out of --peers, or install the versions that are tested: pip install --group peers"
             )
 
     def wire_all_reduces_per_layer(self, name: str) -> float:

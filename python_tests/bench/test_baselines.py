@@ -134,7 +134,7 @@ def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(baselines, "distribution", missing)
-    with pytest.raises(UsageError, match=r"'megatron' needs megatron-core.*pip install -r requirements-peers.txt"):
+    with pytest.raises(UsageError, match=r"'megatron' needs megatron-core.*pip install --group peers"):
         require_baseline("megatron", batch=4)
 
 

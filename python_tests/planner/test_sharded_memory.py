@@ -121,7 +121,7 @@ def test_replicas_hold_what_a_plan_predicts(new_ranks, way, dtype):
 
 @pytest.mark.slow
 def test_a_model_of_48_layers_over_eight_ranks():
-    """Prints the table of docs/benchmarks/2026-11-23-memory.md."""
+    """Prints the table of docs/benchmarks/pipeline.md."""
     with RankPool(8) as pool:
         errors = [
             error
