@@ -11,7 +11,7 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.experts import ExpertMlp
 from oases.core.execution.communication import WireType
 from oases.core.execution.failure import FailureMonitor, monitor_of
-from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.core.execution.group import ProcessGroup, group_of, group_size, scheduler_of
 from oases.core.execution.propagation import fail_together
 from oases.distributed.expert_groups import ExpertGroups, expert_groups
 from oases.distributed.mesh import Mesh
@@ -32,25 +32,14 @@ from oases.errors import UsageError
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
-from oases.moe.dispatch import (
-    AllToAll,
-    DispatchPlan,
-    ExpertCounts,
-    RoutingError,
-    combined,
-    dispatch_plan,
-    exchange_counts,
-    grouped,
-    permuted,
-    ungrouped,
-)
+from oases.moe.dispatch import ExpertCounts, RoutingError, exchange_counts
 from oases.moe.experts import ExpertWeights
+from oases.moe.forward import ExpertForward
 from oases.moe.placement_data import Placement
 from oases.moe.placement_state import METHODS, PlacementState
 from oases.moe.recomputation import is_recomputation
 from oases.moe.router import Routing
 from oases.moe.token_shards import shard_bounds
-from oases.moe.transfer import Transfer, tie
 
 _STATE = "_oases_balanced"
 """Attribute of an expert module that holds its `BalancedExperts`; private, so that a layer looks the same with it."""
@@ -98,13 +87,10 @@ class BalancedExperts:
         given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
         """
         with self.together(x):
-            tokens = TokenExchange(self)
-            rows, *others = tokens.route(x, index, weights, given)
-            pending = tokens.dispatch.send(rows)
-            tokens.sent()
-            made = tokens.compute(tokens.dispatch.receive(pending), given, *others)
-            back = tokens.combine.receive(tokens.combine.send(made))
-            return tokens.gather(back, *others)
+            call = TokenExchange(self)
+            tokens, routing, own = call.begin(x, index, weights, given)
+            y, _ = call.forward.through(tokens, routing, own, call.sent)
+            return call.padded(y)
 
     def together(self, x: Tensor) -> AbstractContextManager[None]:
         """Context in which an exception is raised on every rank of the experts' group."""
@@ -131,34 +117,32 @@ class BalancedExperts:
 class TokenExchange:
     """One call of balanced experts: `route`, an all-to-all, `compute`, an all-to-all, `gather`.
 
-    order: hash of the schedule whose ops these are, which the ranks compare before the first all-to-all.
+    order: hash of the schedule whose ops these are, which the ranks compare before the first all-to-all. forward: the
+    forward pass of this rank's share of the tokens, once `begin` or `route` has run.
     """
 
-    dispatch: AllToAll
-    combine: AllToAll
-    _plan: DispatchPlan
-    _routing: Routing
-    _source: Tensor
+    forward: ExpertForward
 
     def __init__(self, state: BalancedExperts, order: int = 0) -> None:
-        self.state, self._group, self._order = state, group_of(state.groups.expert), order
+        self.state, self._order = state, order
         self._learned: ExpertCounts | None = None
-        self._transfer: Transfer | None = None
 
-    def route(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Rows to send of this rank's share of the tokens, and what the other steps take."""
-        state, group = self.state, self._group
+    def begin(
+        self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]
+    ) -> tuple[Tensor, Routing, ExpertWeights]:
+        """This rank's share of the tokens, its routing, and the rank's experts."""
+        state, group = self.state, group_of(self.state.groups.expert)
         kind, self._tokens, self._result = x.device.type, len(x), x.dtype
         first, last = self._bounds = shard_bounds(len(x), group_of(state.tensor))
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
-        experts = self._experts(given)
+        own = self._experts(given)
         again = is_recomputation()
         learns = state.module.training and not again
         if not again:
             state.placing.agree(group)
         if learns:
-            state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
+            state.begin(own, len(x) * index.shape[1], x.shape[1], group)
         counts = histogram(index, state.number, check=False)
         faulty = ((index < 0) | (index >= state.number)).any()
         routing = Routing(index, weights, counts, counts, None, None, None, faulty)
@@ -166,18 +150,17 @@ class TokenExchange:
         digest = state.placing.state([setting], training=state.module.training, order=self._order)
         demand = exchange_counts([routing], group, state=digest, label=state.name)
         state.placing.number += learns
-        plan = self._plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
-        pending = []
-        if setting.placement.moved:
-            assert group is not None, "one device has no replicas"
-            self._transfer = Transfer(experts, setting.placement, group, state.name)
-            pending = [self._transfer.send(experts)]
-        rows, self._source = permuted(x, routing, plan)
-        self._routing = replace(routing, weights=weights.detach())
         self._learned = demand if learns else None
-        self.dispatch = AllToAll(group, plan.sent, plan.received, f"dispatch of {state.name}", state.wire)
-        self.combine = AllToAll(group, plan.received, plan.sent, f"combine of {state.name}", state.wire)
-        return rows, weights, *pending
+        self.forward = ExpertForward(
+            state.mlp.run, group, demand.counts, setting.placement, x.device, state.name, state.wire
+        )
+        return x, routing, own
+
+    def route(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Rows to send of this rank's share of the tokens, and what the other steps take."""
+        tokens, routing, own = self.begin(x, index, weights, given)
+        copies = self.forward.send_copies(own)
+        return self.forward.route(tokens, routing), routing.weights, *copies
 
     def sent(self) -> None:
         """While the rows travel: plan the next call's placement."""
@@ -185,21 +168,16 @@ class TokenExchange:
             self.state.observe(self._learned)
             self._learned = None
 
-    def compute(self, rows: Tensor, given: list[Tensor], weights: Tensor, *pending: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, given: list[Tensor], weights: Tensor, *copies: Tensor) -> Tensor:
         """Rows to send back, of those that came."""
-        plan, mlp, experts = self._plan, self.state.mlp, self._experts(given)
-        rows = grouped(rows, plan)
-        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
-        if self._transfer is None:
-            return ungrouped(mlp.run(rows, own, experts), plan)
-        at_home, copied = rows.split([sum(own), sum(others)])
-        done = mlp.run(at_home, own, experts)
-        copies, number = self._transfer.receive(*pending)
-        return ungrouped(tie(torch.cat([done, mlp.run(copied, others, copies)]), number), plan)
+        return self.forward.compute(rows, self._experts(given), *copies)
 
-    def gather(self, rows: Tensor, weights: Tensor, *pending: Tensor) -> Tensor:
-        """Partial sum of all tokens, of the results that came back: zeros for the other ranks' shares."""
-        y = combined(rows, self._source, replace(self._routing, weights=weights))
+    def gather(self, rows: Tensor, weights: Tensor, *copies: Tensor) -> Tensor:
+        """Partial sum of all tokens, of the results that came back."""
+        return self.padded(self.forward.gather(rows, weights))
+
+    def padded(self, y: Tensor) -> Tensor:
+        """Weighted sums of this rank's share -> of all tokens, with zeros for the other ranks' shares."""
         first, last = self._bounds
         return F.pad(y, (0, 0, first, self._tokens - last)).to(self._result)
 

@@ -201,8 +201,8 @@ class BlockExchange:
         self._tokens = tokens = TokenExchange(state, self._order)
         with state.together(x):
             found = tokens.route(x, index, weights, given)
-        self.dispatch = _Carrier(tokens.dispatch, state, tokens.sent)
-        self.combine = _Carrier(tokens.combine, state)
+        self.dispatch = _Carrier(tokens.forward.dispatch, state, tokens.sent)
+        self.combine = _Carrier(tokens.forward.combine, state)
         return found
 
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:

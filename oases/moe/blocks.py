@@ -13,18 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.execution.executor import Step
-from oases.core.execution.group import ProcessGroup, group_rank
+from oases.core.execution.group import ProcessGroup
 from oases.core.execution.piece import Leaves, Piece, RandomStates, method_of
-from oases.moe.dispatch import (
-    AllToAll,
-    DispatchPlan,
-    ExpertCounts,
-    combined,
-    dispatch_plan,
-    grouped,
-    permuted,
-    ungrouped,
-)
+from oases.moe.dispatch import AllToAll, ExpertCounts
+from oases.moe.forward import ExpertForward
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertParameters, ExpertProgram
 from oases.moe.recomputation import ForwardPass, RoutingState
@@ -54,14 +46,11 @@ class _State:
     opened: ForwardPass | None
     routing: Routing | None = None
     demand: ExpertCounts | None = None
-    plan: DispatchPlan | None = None
-    source: Tensor | None = None
+    forward: ExpertForward | None = None
     shape: torch.Size | None = None
     transfer: Transfer | None = None
     copies: list[Tensor] | None = None
     own: list[Tensor] | None = None
-    dispatch: AllToAll | None = None
-    combine: AllToAll | None = None
     # Activations, then their gradients: residual, routing weights, tokens or expert results.
     between: list[Tensor | None] = field(default_factory=list)
 
@@ -218,10 +207,11 @@ class ExpertWork:
         shared = layer.shared_expert(tokens)  # queued before the host waits for the counts
         if state.demand is None:
             state.demand = counts()
-            rank, placement = group_rank(self._group), state.setting.placement
-            state.plan = dispatch_plan(state.demand.counts, placement, rank, x.device)
-        assert state.plan is not None
-        rows, state.source = permuted(tokens, routing, state.plan)
+            state.forward = ExpertForward(
+                layer.compute, self._group, state.demand.counts, state.setting.placement, x.device, layer.name,
+                layer.wire_dtype,
+            )  # fmt: skip
+        rows = _forward(state).route(tokens, routing)
         state.routing = replace(routing, weights=routing.weights.detach())
         if shared is not None:  # bypasses the routed experts and is added to their results
             x = x + layer.gather_tokens(shared, len(flat)).view(h.shape)
@@ -229,10 +219,8 @@ class ExpertWork:
 
     def _behind(self, b: int, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
         state = self._states[b]
-        assert state.routing is not None
-        assert state.source is not None
         assert state.shape is not None
-        y = combined(rows, state.source, replace(state.routing, weights=weights))
+        y = _forward(state).gather(rows, weights)
         found: Tensor = self._after[b](
             x, self._layers[b].gather_tokens(y, state.shape[:-1].numel()).view(state.shape)
         )
@@ -242,10 +230,10 @@ class ExpertWork:
         state = self._states[step.block]
         assert state.demand is not None
         assert state.routing is not None
-        assert state.plan is not None
         if state.opened is not None:
             sent = 0 if state.transfer is None else state.transfer.bytes
-            self._layers[step.block].observe(state.opened, state.demand, state.routing, state.plan, sent)
+            plan = _forward(state).plan
+            self._layers[step.block].observe(state.opened, state.demand, state.routing, plan, sent)
 
     def _do_E(self, step: Step) -> None:  # noqa: N802
         b = step.block
@@ -257,17 +245,10 @@ class ExpertWork:
         state.copies = None
 
     def _experts(self, b: int, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        plan, layer = self._states[b].plan, self._layers[b]
-        assert plan is not None
-        form = layer.experts.weights
+        form = self._layers[b].experts.weights
         number = len(form.given)
-        rows = grouped(rows, plan)
-        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
-        at_home, copied = rows.split([sum(own), sum(others)])
-        found = [layer.compute(at_home, own, form.like(weights[:number]))]
-        if others:
-            found.append(layer.compute(copied, others, form.like(weights[number:])))
-        return (ungrouped(torch.cat(found), plan),)
+        copies = form.like(weights[number:]) if weights[number:] else None
+        return (_forward(self._states[b]).compute(rows, form.like(weights[:number]), copies=copies),)
 
     # --- replicas ---
 
@@ -346,18 +327,12 @@ class ExpertWork:
     # --- tokens: dispatched after N and combined after E, gradients in reverse ---
 
     def _send_N(self, step: Step) -> None:  # noqa: N802
-        state, layer = self._states[step.block], self._layers[step.block]
-        assert state.plan is not None
-        sent, received = state.plan.sent, state.plan.received
-        state.dispatch = AllToAll(self._group, sent, received, f"dispatch of {layer.name}", layer.wire_dtype)
-        _send(state, state.dispatch)
+        state = self._states[step.block]
+        _send(state, _forward(state).dispatch)
 
     def _send_E(self, step: Step) -> None:  # noqa: N802
-        state, layer = self._states[step.block], self._layers[step.block]
-        assert state.plan is not None
-        sent, received = state.plan.received, state.plan.sent
-        state.combine = AllToAll(self._group, sent, received, f"combine of {layer.name}", layer.wire_dtype)
-        _send(state, state.combine)
+        state = self._states[step.block]
+        _send(state, _forward(state).combine)
 
     def _send_BN(self, step: Step) -> None:  # noqa: N802
         state = self._states[step.block - 1]
@@ -365,35 +340,38 @@ class ExpertWork:
             raise RuntimeError(
                 f"block {step.block - 1}: after(x, y) does not depend on y; return a value that uses it"
             )
-        _send(state, state.combine, back=True)
+        _send(state, _forward(state).combine, back=True)
 
     def _send_BE(self, step: Step) -> None:  # noqa: N802
         state = self._states[step.block]
-        _send(state, state.dispatch, back=True)
+        _send(state, _forward(state).dispatch, back=True)
 
     def _wait_dispatch(self, step: Step) -> None:
         state = self._states[step.block]
-        _receive(state, state.dispatch)
+        _receive(state, _forward(state).dispatch)
 
     def _wait_combine(self, step: Step) -> None:
         # BN b sends the gradients of the previous block's results.
         state = self._states[step.block - (step.op.of == "BN")]
-        _receive(state, state.combine)
+        _receive(state, _forward(state).combine)
 
 
 def _arrives_later(step: Step) -> None:
     """Nothing: the op that forwards this result waits for it."""
 
 
-def _send(state: _State, exchange: AllToAll | None, *, back: bool = False) -> None:
-    assert exchange is not None
+def _forward(state: _State) -> ExpertForward:
+    assert state.forward is not None, "routed before"
+    return state.forward
+
+
+def _send(state: _State, exchange: AllToAll, *, back: bool = False) -> None:
     rows = state.between[-1]
     assert rows is not None
     if exchange.travels:
         exchange.start(rows, back=back)
 
 
-def _receive(state: _State, exchange: AllToAll | None) -> None:
-    assert exchange is not None
+def _receive(state: _State, exchange: AllToAll) -> None:
     if exchange.travels:
         state.between[-1] = exchange.finish()

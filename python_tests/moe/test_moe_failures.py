@@ -103,7 +103,7 @@ def check_recovery(backward):
 
     step()
     # In the forward pass rank 0 ends the first layer's call, and so has a pass open there that rank 1 has not.
-    failing = patch("oases.moe.layer.combined", side_effect=MemoryError("out of memory"))
+    failing = patch("oases.moe.forward.by_token", side_effect=MemoryError("out of memory"))
     with (
         failing if rank == 1 and not backward else nullcontext(),
         pytest.raises((MemoryError, FailedRankError, dist.DistBackendError)),

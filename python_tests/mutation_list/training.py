@@ -170,9 +170,9 @@ TRAINING = (
     ),
     Mutation(
         "experts_token_weight_dropped",
-        "oases/moe/dispatch.py",
-        "    return by_token(rows, source, routing.weights)\n",
-        "    return by_token(rows, source, torch.ones_like(routing.weights) + 0 * routing.weights)\n",
+        "oases/moe/forward.py",
+        "        return by_token(rows, self._source, weights)\n",
+        "        return by_token(rows, self._source, torch.ones_like(weights) + 0 * weights)\n",
         ("moe/test_dispatch.py", "moe/test_moe_layer.py"),
         "The results of a token's experts are added without their weights.",
     ),
