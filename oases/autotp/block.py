@@ -185,6 +185,7 @@ class GraphBlock(HoldsGroup, nn.Module):
 class BlockExchange:
     """A sub-batch of a block that sends tokens to experts; see `oases.core.blocks.exchanges`."""
 
+    bypasses = True
     dispatch: _Carrier
     combine: _Carrier
     _known: Known
@@ -235,10 +236,8 @@ class _Carrier:
     def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
         """Start to send rows, or gradients back."""
         with self._state.together(rows):
-            self._rows = rows  # the group's device, for `end`; the rows themselves where there is no other rank
-            if self._exchange.travels:
-                self._rows = rows[:0]
-                self._exchange.start(rows, back=back, label=label)
+            self._rows = rows[:0]  # the group's device, for `end`
+            self._exchange.begin(rows, label, back=back)
             if self._meanwhile is not None and not back:
                 self._meanwhile()
 
@@ -247,4 +246,4 @@ class _Carrier:
         rows, self._rows = self._rows, None
         assert rows is not None
         with self._state.together(rows):
-            return self._exchange.finish() if self._exchange.travels else rows
+            return self._exchange.end()

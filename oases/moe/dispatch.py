@@ -240,11 +240,7 @@ class AllToAll:
             self._scheduler = scheduler_of(group)
         self._sent, self._received, self._label = sent, received, label
         self._under_way: tuple[Any, Tensor, torch.dtype] | None = None
-
-    @property
-    def travels(self) -> bool:
-        """Whether there are other ranks."""
-        return self._scheduler is not None
+        self._rows: Tensor | None = None  # sent to this rank itself, where there is no other
 
     def send(self, rows: Tensor) -> Tensor:
         """Start. rows: [sum of sent, n]. Returns the argument of `receive`, which has the shape of its result."""
@@ -253,6 +249,21 @@ class AllToAll:
     def receive(self, pending: Tensor) -> Tensor:
         """Wait for the all-to-all that `send` started: [sum of received, n]."""
         return pending if self._scheduler is None else _Receive.apply(pending, self)
+
+    def begin(self, rows: Tensor, label: str = "", *, back: bool = False) -> None:
+        """`start` as an op of a schedule, also without a group; `end` waits."""
+        if self._scheduler is None:
+            self._rows = rows
+        else:
+            self.start(rows, back=back, label=label)
+
+    def end(self) -> Tensor:
+        """What `begin` has sent to this rank."""
+        if self._scheduler is not None:
+            return self.finish()
+        rows, self._rows = self._rows, None
+        assert rows is not None, "begin comes before end"
+        return rows
 
     def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> Tensor:
         """Start to send rows, or gradients back; `finish` waits. Returns zeros of the reverse direction's shape.

@@ -218,7 +218,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # half the bytes are sent, of tokens and of experts
             dtype = torch.get_autocast_dtype(x.device.type)
             tokens, weights = tokens.to(dtype), weights.like([weight.to(dtype) for weight in weights.given])
-        run = ExpertForward(self.compute, group, demand.counts, placement, x.device, self.name, self.wire_dtype)
+        run = self.forward_of(demand, placement, x.device)
 
         def meanwhile() -> Tensor | None:
             if opened is not None and opened.counts is None:  # not in a recomputation
@@ -307,6 +307,12 @@ class OverlappedMoE(FailsTogether, nn.Module):
         label = f"gradients of the shared expert of {self.name}"
         found = dict(zip(names, sum_gradients(parameters, tensor_group, label), strict=True))
         return torch.func.functional_call(self.shared, found, (tokens,))
+
+    def forward_of(self, demand: ExpertCounts, placement: Placement, device: torch.device) -> ExpertForward:
+        """Forward pass of the experts once the counts are known."""
+        return ExpertForward(
+            self.compute, self.process_group, demand.counts, placement, device, self.name, self.wire_dtype
+        )
 
     def compute(self, rows: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
         """Run rows through experts with these weights, as `oases.moe.experts.compute`."""

@@ -150,12 +150,12 @@ class StackCosts:
 
 @dataclass(frozen=True)
 class ExpertSeconds:
-    """Seconds of a block of experts and of the N before it, each op on its slowest rank.
+    """Seconds of a block of experts, each op on its slowest rank.
 
-    All ranks synchronise at every all-to-all, so the slowest rank of each op sets the pace. non_expert, experts:
-    forward. backward: of both, as a multiple of the forward pass. all_to_all: one of four. share, join: transfers
-    of replica parameters; split and return take as long. search: placement search. Raises ValueError for negative
-    values.
+    All ranks synchronise at every all-to-all, so the slowest rank of each op sets the pace. non_expert, experts,
+    behind: forward passes before, in and after the experts (D, E and F). backward: of each, as a multiple of the
+    forward pass. all_to_all: one of four. share, join: transfers of replica parameters; split and return take as
+    long. search: placement search. Raises ValueError for negative values.
     """
 
     non_expert: float
@@ -165,6 +165,7 @@ class ExpertSeconds:
     join: float = 0.0
     search: float = 0.0
     backward: float = 2.0
+    behind: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -175,8 +176,9 @@ class ExpertSeconds:
     def by_kind(self) -> Mapping[str, float]:
         """Seconds by kind of op."""
         return {
-            "N": self.non_expert, "RN": self.non_expert, "BN": self.backward * self.non_expert,
+            "D": self.non_expert, "RD": self.non_expert, "B": self.backward * self.non_expert,
             "E": self.experts, "RE": self.experts, "BE": self.backward * self.experts, "P": self.search,
+            "F": self.behind, "R": self.behind, "BF": self.backward * self.behind,
             "all_to_all": self.all_to_all, "share": self.share, "join": self.join, "split": self.join,
             "return": self.share,
         }  # fmt: skip
@@ -186,26 +188,20 @@ class ExpertSeconds:
 class ExpertCosts:
     """Costs of each op of an expert schedule on one rank.
 
-    blocks: of the experts, in order. behind: forward pass of the N after the last of them.
+    blocks: in order.
     """
 
     blocks: tuple[ExpertSeconds, ...]
-    behind: float = 0.0
     link: str = "link"
 
     @staticmethod
     def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> ExpertCosts:
-        """Equal blocks: seconds by N, E, P, all_to_all, share and join, 0 for kinds not given."""
-        of = seconds.get
-        block = ExpertSeconds(
-            of("N", 0.0), of("E", 0.0), of("all_to_all", 0.0), of("share", 0.0), of("join", 0.0), of("P", 0.0)
-        )
-        return ExpertCosts((block,) * schedule.num_blocks, block.non_expert)
+        """Equal blocks: seconds by D, E, F, P, all_to_all, share and join, 0 for kinds not given."""
+        names = {"non_expert": "D", "experts": "E", "behind": "F", "search": "P"}
+        names |= {name: name for name in ("all_to_all", "share", "join")}
+        block = ExpertSeconds(**{name: seconds.get(kind, 0.0) for name, kind in names.items()})
+        return ExpertCosts((block,) * schedule.num_blocks)
 
     def seconds(self, op: Op) -> float:
         """Seconds of a compute op or a collective."""
-        if op.of == "BN":  # gradients of the previous block's outputs
-            return self.blocks[op.block - 1].all_to_all
-        if op.block == len(self.blocks):
-            return self.behind * (self.blocks[-1].backward if op.kind == "BN" else 1.0)
         return self.blocks[op.block].by_kind[op.kind]

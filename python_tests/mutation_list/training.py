@@ -213,8 +213,8 @@ TRAINING = (
     Mutation(
         "experts_in_pieces_lose_the_router_gradient",
         "oases/core/blocks/exchanges.py",
-        "state.routed.backward([_taken(state), *others], fresh=True)",
-        "state.routed.backward([_taken(state), *(None for _ in others)], fresh=True)",
+        ".backward([_taken(state), *others], fresh=True)",
+        ".backward([_taken(state), *(None for _ in others)], fresh=True)",
         ("autotp/test_balanced_experts.py::test_ten_steps_are_those_of_one_process",),
         "Of experts whose all-to-alls are ops, the router gets no gradient through the weights of their sum.",
     ),
