@@ -115,10 +115,10 @@ class BalancedExperts:
 
 
 class TokenExchange:
-    """One call of balanced experts: `route`, an all-to-all, `compute`, an all-to-all, `gather`.
+    """One call of balanced experts.
 
-    order: hash of the schedule whose ops these are, which the ranks compare before the first all-to-all. forward: the
-    forward pass of this rank's share of the tokens, once `begin` or `route` has run.
+    order: hash of the schedule that runs its pieces as ops, which the ranks compare before the first all-to-all.
+    forward: the forward pass of this rank's share of the tokens, from `begin` on.
     """
 
     forward: ExpertForward
@@ -136,7 +136,7 @@ class TokenExchange:
         first, last = self._bounds = shard_bounds(len(x), group_of(state.tensor))
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
-        own = self._experts(given)
+        own = self.experts(given)
         again = is_recomputation()
         learns = state.module.training and not again
         if not again:
@@ -156,32 +156,19 @@ class TokenExchange:
         )
         return x, routing, own
 
-    def route(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Rows to send of this rank's share of the tokens, and what the other steps take."""
-        tokens, routing, own = self.begin(x, index, weights, given)
-        copies = self.forward.send_copies(own)
-        return self.forward.route(tokens, routing), routing.weights, *copies
-
     def sent(self) -> None:
         """While the rows travel: plan the next call's placement."""
         if self._learned is not None:
             self.state.observe(self._learned)
             self._learned = None
 
-    def compute(self, rows: Tensor, given: list[Tensor], weights: Tensor, *copies: Tensor) -> Tensor:
-        """Rows to send back, of those that came."""
-        return self.forward.compute(rows, self._experts(given), *copies)
-
-    def gather(self, rows: Tensor, weights: Tensor, *copies: Tensor) -> Tensor:
-        """Partial sum of all tokens, of the results that came back."""
-        return self.padded(self.forward.gather(rows, weights))
-
     def padded(self, y: Tensor) -> Tensor:
         """Weighted sums of this rank's share -> of all tokens, with zeros for the other ranks' shares."""
         first, last = self._bounds
         return F.pad(y, (0, 0, first, self._tokens - last)).to(self._result)
 
-    def _experts(self, given: list[Tensor]) -> ExpertWeights:
+    def experts(self, given: list[Tensor]) -> ExpertWeights:
+        """This rank's experts as they are run: in the type of the tokens, with scaled gradients."""
         scale = self.state.groups.scale
         scaled = (each if scale == 1 else _Scaled.apply(each, scale) for each in given)
         return self.state.mlp.weights([each.to(self._dtype) for each in scaled])

@@ -14,7 +14,7 @@ from oases.core.execution.failure import FailureMonitor
 from oases.core.execution.piece import BlockParameters, Leaves, RandomStates
 from oases.core.schedule import Op
 from oases.moe.dispatch import RoutingError
-from oases.moe.exchange import BlockExchange
+from oases.moe.exchange import ExpertExchange
 from oases.moe.layer import OverlappedMoE
 
 _AGAIN = {"RD": "D", "RE": "E", "R": "F"}
@@ -52,7 +52,7 @@ class ExpertWork:
     """
 
     def __init__(
-        self, exchanges: list[BlockExchange], program: ExpertProgram, x: Tensor, leaves: list[Leaves],
+        self, exchanges: list[ExpertExchange], program: ExpertProgram, x: Tensor, leaves: list[Leaves],
         parameters: Sequence[ExpertParameters], *, differentiable: bool,
     ) -> None:  # fmt: skip
         again = differentiable and bool(program.schedule.recomputed)
@@ -70,14 +70,14 @@ class ExpertWork:
         """Implementation of each op, by `Step.key`."""
         of = self._of
         return {
-            "D": self._do_D, "E": self._do_E, "F": self._do_F, "P": of(BlockExchange.plan),
+            "D": self._do_D, "E": self._do_E, "F": self._do_F, "P": of(ExpertExchange.plan),
             **dict.fromkeys(_AGAIN, self._do_again),
             "BF": self._do_BF, "BE": self._do_BE, "B": self._do_B,
             **{f"all_to_all {kind}": self._tokens.send for kind in ("D", "E", "BF", "BE")},
             **{f"wait {kind}": self._tokens.wait for kind in ("D", "E", "BF", "BE")},
-            "share": of(BlockExchange.share), "wait share": _arrives_later, "join": of(BlockExchange.join),
-            "wait join": of(BlockExchange.joined), "split": of(BlockExchange.split), "wait split": _arrives_later,
-            "return": of(BlockExchange.give_back), "wait return": of(BlockExchange.given_back),
+            "share": of(ExpertExchange.share), "wait share": _arrives_later, "join": of(ExpertExchange.join),
+            "wait join": of(ExpertExchange.joined), "split": of(ExpertExchange.split), "wait split": _arrives_later,
+            "return": of(ExpertExchange.give_back), "wait return": of(ExpertExchange.given_back),
         }  # fmt: skip
 
     def output(self) -> Tensor:
@@ -117,7 +117,7 @@ class ExpertWork:
         ):  # fmt: skip
             held.clear()
 
-    def _of(self, act: Callable[[BlockExchange], None]) -> Callable[[Step], None]:
+    def _of(self, act: Callable[[ExpertExchange], None]) -> Callable[[Step], None]:
         exchanges = self._exchanges
         return lambda step: act(exchanges[step.block])
 

@@ -240,7 +240,6 @@ class AllToAll:
             self._scheduler = scheduler_of(group)
         self._sent, self._received, self._label = sent, received, label
         self._under_way: tuple[Any, Tensor, torch.dtype] | None = None
-        self._rows: Tensor | None = None  # sent to this rank itself, where there is no other
 
     def send(self, rows: Tensor) -> Tensor:
         """Start. rows: [sum of sent, n]. Returns the argument of `receive`, which has the shape of its result."""
@@ -250,28 +249,15 @@ class AllToAll:
         """Wait for the all-to-all that `send` started: [sum of received, n]."""
         return pending if self._scheduler is None else _Receive.apply(pending, self)
 
-    def begin(self, rows: Tensor, label: str = "", *, back: bool = False) -> None:
-        """`start` as an op of a schedule, also without a group; `end` waits."""
-        if self._scheduler is None:
-            self._rows = rows
-        else:
-            self.start(rows, back=back, label=label)
-
-    def end(self) -> Tensor:
-        """What `begin` has sent to this rank."""
-        if self._scheduler is not None:
-            return self.finish()
-        rows, self._rows = self._rows, None
-        assert rows is not None, "begin comes before end"
-        return rows
-
     def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> Tensor:
         """Start to send rows, or gradients back; `finish` waits. Returns zeros of the reverse direction's shape.
 
         label: in place of the exchange's own.
         The zeros are an expanded scalar: a placeholder for autograd, without memory.
         """
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            self._under_way = None, rows, rows.dtype
+            return rows
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         going = rows.detach().to(self._dtype or rows.dtype).contiguous()
         coming = going.new_empty((sum(received), rows.shape[1]))
@@ -282,10 +268,10 @@ class AllToAll:
 
     def finish(self) -> Tensor:
         """Wait for the last start; the result has the type of what was sent."""
-        assert self._scheduler is not None
         assert self._under_way is not None, "send comes before receive"
         (ticket, coming, dtype), self._under_way = self._under_way, None
-        self._scheduler.wait(ticket)
+        if self._scheduler is not None:
+            self._scheduler.wait(ticket)
         return coming.to(dtype)
 
 

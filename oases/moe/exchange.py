@@ -33,7 +33,7 @@ class ExpertBlock(Protocol):
         """See above."""
 
 
-class BlockExchange:
+class ExpertExchange:
     """Pieces of a block, see `oases.core.blocks.exchanges`; and its copies, which ops of the same list send.
 
     tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the

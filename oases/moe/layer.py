@@ -251,10 +251,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
                     "call it in evaluation mode there"
                 )
         else:
-            self._placement_state.agree(group)
-            if self.training:
-                self._begin(len(x), group)
-            settings = [self._placement_state.setting(self.router)]
+            settings = [self._current(len(x))]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
         state = self._placement_state.state(settings, training=self.training)
         demand = exchange_counts(routings, group, state=state, label=self.name)
@@ -273,12 +270,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
         opened = self._placement_state.passes.newest() if self.training and is_recomputation() else None
         if opened is not None:
             return opened.setting, opened
-        self._placement_state.agree(self.process_group)
-        if not self.training:
-            return self._placement_state.setting(self.router), None
-        self._begin(tokens, self.process_group)
-        setting = self._placement_state.setting(self.router)
-        return setting, self._placement_state.open(setting)
+        setting = self._current(tokens)
+        return setting, self._placement_state.open(setting) if self.training else None
 
     def routed(
         self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None
@@ -338,15 +331,18 @@ class OverlappedMoE(FailsTogether, nn.Module):
         label = f"gradients of experts of {self.name}"
         return total(gradients, group_of(self._tensor_group), label)
 
-    def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
-        """Begin a training pass: update placement and router bias if no pass is open."""
-        if self._placement_state.needs_costs and group is not None:
-            per_expert = tokens * self.router.top_k // self.router.num_experts
-            weights = self.experts.weights
-            self._placement_state.costs = measure_costs(
-                weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
-            )
-        self._placement_state.begin(self.router, group_of(self._load_group))
+    def _current(self, tokens: int) -> RoutingState:
+        """Routing state of a pass that begins now; of a training pass a new one if no pass is open."""
+        state, group = self._placement_state, self.process_group
+        state.agree(group)
+        if self.training:
+            if state.needs_costs and group is not None:
+                per_expert = tokens * self.router.top_k // self.router.num_experts
+                state.costs = measure_costs(
+                    self.experts.weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
+                )
+            state.begin(self.router, group_of(self._load_group))
+        return state.setting(self.router)
 
     def _observe(self, opened: ForwardPass, demand: ExpertCounts, routing: Routing) -> None:
         opened.counts = demand.counts

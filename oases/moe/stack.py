@@ -25,7 +25,7 @@ from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWo
 from oases.moe.cost_measurement import mean_seconds, measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
-from oases.moe.exchange import BlockExchange, ExpertBlock
+from oases.moe.exchange import ExpertBlock, ExpertExchange
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import begin_call
@@ -160,7 +160,7 @@ class ExpertStack(FailsTogether, nn.Module):
                 self._measure(x, group)
             leaves = leaves_of(self._known, self._units) if differentiable else []
             exchanges = [
-                BlockExchange(
+                ExpertExchange(
                     block, x.numel() // x.shape[-1], copies=self.schedule.copies, gradient_scale=self._gradient_scale
                 )
                 for block in blocks

@@ -21,10 +21,10 @@ Tensors = tuple[Tensor, ...]
 class AllToAll(Protocol):
     """All-to-all of rows, and its reverse for their gradients; `oases.moe.dispatch` has it."""
 
-    def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
-        """Start to send rows, or gradients back."""
+    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> object:
+        """Start to send rows, or gradients back. label: in place of its own."""
 
-    def end(self) -> Tensor:
+    def finish(self) -> Tensor:
         """Wait for what was sent to this rank."""
 
 
@@ -155,12 +155,12 @@ class ExchangeWork:
         state = self._states[step.place]
         exchange = state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine
         label = "" if self._own_labels else step.label
-        exchange.begin(_taken(state), label, back=step.op.of in ("BF", "BE"))
+        exchange.start(_taken(state), back=step.op.of in ("BF", "BE"), label=label)
 
     def wait(self, step: Step) -> None:
         """Wait for it."""
         state = self._states[step.place]
-        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).end()
+        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).finish()
 
     def clear(self) -> None:
         """Release every tensor."""
