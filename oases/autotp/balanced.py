@@ -10,6 +10,7 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,17 +82,6 @@ class BalancedExperts:
         """Fix the placement of later calls, the same on every rank; None: choose it again."""
         self.placing.fix(placement)
 
-    def partial(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> Tensor:
-        """Partial sum [T, hidden] of the tokens x, with the experts index [T, k] and their weights [T, k].
-
-        given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
-        """
-        with self.together(x):
-            call = TokenExchange(self)
-            tokens, routing, own = call.begin(x, index, weights, given)
-            y, _ = call.forward.through(tokens, routing, own, call.sent)
-            return call.padded(y)
-
     def together(self, x: Tensor) -> AbstractContextManager[None]:
         """Context in which an exception is raised on every rank of the experts' group."""
         return fail_together(_monitor(group_of(self.groups.expert), x), self.name, unanimous=(RoutingError,))
@@ -108,11 +98,6 @@ class BalancedExperts:
             placing.costs = self.known[sizes]
         placing.begin(None, None)
 
-    def observe(self, demand: ExpertCounts) -> None:
-        """Plan the next call's placement by the loads of this one."""
-        self.counts = demand.counts
-        self.placing.observe(demand.counts)
-
 
 class TokenExchange:
     """One call of balanced experts.
@@ -128,7 +113,7 @@ class TokenExchange:
         self._learned: ExpertCounts | None = None
 
     def begin(
-        self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]
+        self, x: Tensor, index: Tensor, weights: Tensor, given: Sequence[Tensor]
     ) -> tuple[Tensor, Routing, ExpertWeights]:
         """This rank's share of the tokens, its routing, and the rank's experts."""
         state, group = self.state, group_of(self.state.groups.expert)
@@ -159,7 +144,8 @@ class TokenExchange:
     def sent(self) -> None:
         """While the rows travel: plan the next call's placement."""
         if self._learned is not None:
-            self.state.observe(self._learned)
+            self.state.counts = self._learned.counts
+            self.state.placing.observe(self._learned.counts)
             self._learned = None
 
     def padded(self, y: Tensor) -> Tensor:
@@ -167,7 +153,7 @@ class TokenExchange:
         first, last = self._bounds
         return F.pad(y, (0, 0, first, self._tokens - last)).to(self._result)
 
-    def experts(self, given: list[Tensor]) -> ExpertWeights:
+    def experts(self, given: Sequence[Tensor]) -> ExpertWeights:
         """This rank's experts as they are run: in the type of the tokens, with scaled gradients."""
         scale = self.state.groups.scale
         scaled = (each if scale == 1 else _Scaled.apply(each, scale) for each in given)
@@ -194,8 +180,15 @@ def _monitor(group: ProcessGroup | None, x: Tensor) -> FailureMonitor | None:
 
 
 def balanced_experts(state: BalancedExperts, x: Tensor, index: Tensor, weights: Tensor, *given: Tensor) -> Tensor:
-    """`BalancedExperts.partial`, as a function in a graph."""
-    return state.partial(x, index, weights, list(given))
+    """Partial sum [T, hidden] of the tokens x, with the experts index [T, k] and their weights [T, k], in a graph.
+
+    given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
+    """
+    with state.together(x):
+        call = TokenExchange(state)
+        tokens, routing, own = call.begin(x, index, weights, given)
+        y, _ = call.forward.through(tokens, routing, own, call.sent)
+        return call.padded(y)
 
 
 def state_of(module: nn.Module) -> BalancedExperts:

@@ -184,28 +184,15 @@ def run_experts(schedule):  # noqa: C901
                 read(held, *before[kind])
             flying[kind, b] = 1
         else:
-            if kind == "D" and b:
-                read(held, "F", b - 1)
-            elif kind == "E":
-                read(held, "arrived", "D", b)
-                if copies:
-                    read(held, "arrived", "join", b)
-            elif kind == "F":
-                read(held, "arrived", "E", b)
-            elif kind in ("P", "R", "RD", "RE"):
-                read(held, {"P": "D", "R": "F", "RD": "D", "RE": "E"}[kind], b)
-                if kind == "RD" and b:
-                    read(held, "R", b - 1)
-            elif kind == "BF":
-                read(held, "R" if again else "F", b)
-                if b + 1 < n:
-                    read(held, "B", b + 1)
-            elif kind == "BE":
-                read(held, "RE" if again else "E", b)
-                read(held, "arrived", "BF", b)
-            elif kind == "B":
-                read(held, "RD" if again else "D", b)
-                read(held, "arrived", "BE", b)
+            of_d, of_e, of_f = ("RD", "RE", "R") if again else ("D", "E", "F")
+            reads = {
+                "D": [("F", b - 1)] * (b > 0), "E": [("arrived", "D", b), *[("arrived", "join", b)] * copies],
+                "F": [("arrived", "E", b)], "P": [("D", b)], "R": [("F", b)], "RE": [("E", b)],
+                "RD": [("D", b), *[("R", b - 1)] * (b > 0)], "BF": [(of_f, b), *[("B", b + 1)] * (b + 1 < n)],
+                "BE": [(of_e, b), ("arrived", "BF", b)], "B": [(of_d, b), ("arrived", "BE", b)],
+            }  # fmt: skip
+            for each in reads[kind]:
+                read(held, *each)
             held[kind, b] = 1
     for b in range(n):
         read(held, "B", b)
