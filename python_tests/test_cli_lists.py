@@ -15,7 +15,7 @@ LISTS = {
     "experts": generate_experts("block_wise", 3, True),
     "stage": generate_pipeline("zb_h1", 3, 6),
 }
-COSTS = {"block": "F=3,all_reduce=4.5", "experts": "N=2,all_to_all=7", "stage": "B=31"}
+COSTS = {"block": "F=3,all_reduce=4.5", "experts": "D=2,all_to_all=7", "stage": "B=31"}
 
 
 @pytest.mark.parametrize("unit", LISTS)
@@ -52,7 +52,7 @@ def test_experts_by_name(capsys, tmp_path):
 
 
 def test_a_list_whose_ops_take_no_time(capsys, tmp_path):
-    nothing = "N=0,E=0,P=0,all_to_all=0,share=0,join=0"
+    nothing = "D=0,E=0,P=0,all_to_all=0,share=0,join=0"
     cli.main(["simulate", "--schedule", "plain", "--costs", nothing, "--html", str(tmp_path / "page.html")])
     assert "a step takes 0 ms" in capsys.readouterr().out
 

@@ -10,7 +10,8 @@ from counts that all ranks gather, in the order of the calls, which is equal on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.experts import ExpertMlp
 from oases.core.execution.communication import WireType
 from oases.core.execution.failure import FailTogether, monitor_of
-from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size
+from oases.core.execution.group import ProcessGroup, group_of, group_size
 from oases.distributed.expert_groups import ExpertGroups, expert_groups
 from oases.distributed.mesh import Mesh
 from oases.distributed.replicas import DATA_DIMENSIONS
@@ -30,25 +31,14 @@ from oases.errors import UsageError
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
-from oases.moe.dispatch import (
-    AllToAll,
-    DispatchPlan,
-    ExpertCounts,
-    RoutingError,
-    combined,
-    dispatch_plan,
-    exchange_counts,
-    grouped,
-    permuted,
-    ungrouped,
-)
+from oases.moe.dispatch import ExpertCounts, RoutingError, exchange_counts
 from oases.moe.experts import ExpertWeights
+from oases.moe.forward import ExpertForward
 from oases.moe.placement_data import Placement
 from oases.moe.placement_state import METHODS, PlacementState
 from oases.moe.recomputation import is_recomputation
 from oases.moe.router import Routing
 from oases.moe.token_shards import shard_bounds
-from oases.moe.transfer import Transfer, tie
 
 _STATE = "_oases_balanced"
 """Attribute of an expert module that holds its `BalancedExperts`; private, so that a layer looks the same with it."""
@@ -90,20 +80,6 @@ class BalancedExperts:
         """Fix the placement of later calls, the same on every rank; None: choose it again."""
         self.placing.fix(placement)
 
-    def partial(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> Tensor:
-        """Partial sum [T, hidden] of the tokens x, with the experts index [T, k] and their weights [T, k].
-
-        given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
-        """
-        with self.together():
-            tokens = TokenExchange(self)
-            rows, *others = tokens.route(x, index, weights, given)
-            pending = tokens.dispatch.send(rows)
-            tokens.sent()
-            made = tokens.compute(tokens.dispatch.receive(pending), given, *others)
-            back = tokens.combine.receive(tokens.combine.send(made))
-            return tokens.gather(back, *others)
-
     def together(self) -> FailTogether:
         """Context in which an exception is raised on every rank of the experts' group."""
         return FailTogether(monitor_of(group_of(self.groups.expert)), self.name, unanimous=(RoutingError,))
@@ -120,40 +96,33 @@ class BalancedExperts:
             placing.costs = self.known[sizes]
         placing.begin(None, None)
 
-    def observe(self, demand: ExpertCounts) -> None:
-        """Plan the next call's placement by the loads of this one."""
-        self.counts = demand.counts
-        self.placing.observe(demand.counts)
-
 
 class TokenExchange:
-    """One call of balanced experts: `route`, an all-to-all, `compute`, an all-to-all, `gather`.
+    """One call of balanced experts.
 
-    order: hash of the schedule whose ops these are, which the ranks compare before the first all-to-all.
+    order: hash of the schedule that runs its pieces as ops, which the ranks compare before the first all-to-all.
+    forward: the forward pass of this rank's share of the tokens, from `begin` on.
     """
 
-    dispatch: AllToAll
-    combine: AllToAll
-    _plan: DispatchPlan
-    _routing: Routing
-    _source: Tensor
+    forward: ExpertForward
 
     def __init__(self, state: BalancedExperts, order: int = 0) -> None:
-        self.state, self._group, self._order = state, group_of(state.groups.expert), order
+        self.state, self._order = state, order
         self._learned: ExpertCounts | None = None
-        self._transfer: Transfer | None = None
 
-    def route(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Rows to send of this rank's share of the tokens, and what the other steps take."""
-        state, group = self.state, self._group
+    def begin(
+        self, x: Tensor, index: Tensor, weights: Tensor, given: Sequence[Tensor]
+    ) -> tuple[Tensor, Routing, ExpertWeights]:
+        """This rank's share of the tokens, its routing, and the rank's experts."""
+        state, group = self.state, group_of(self.state.groups.expert)
         kind, self._tokens, self._result = x.device.type, len(x), x.dtype
         first, last = self._bounds = shard_bounds(len(x), group_of(state.tensor))
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
-        experts = self._experts(given)
+        own = self.experts(given)
         learns = state.module.training and not is_recomputation()
         if learns:
-            state.begin(experts, len(x) * index.shape[1], x.shape[1], group)
+            state.begin(own, len(x) * index.shape[1], x.shape[1], group)
         counts = histogram(index, state.number, check=False)
         faulty = ((index < 0) | (index >= state.number)).any()
         routing = Routing(index, weights, counts, counts, None, None, None, faulty)
@@ -161,44 +130,26 @@ class TokenExchange:
         digest = state.placing.state([setting], training=state.module.training, order=self._order)
         demand = exchange_counts([routing], group, state=digest, label=state.name)
         state.placing.number += learns
-        plan = self._plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
-        pending = []
-        if setting.placement.moved:
-            assert group is not None, "one device has no replicas"
-            self._transfer = Transfer(experts, setting.placement, group, state.name)
-            pending = [self._transfer.send(experts)]
-        rows, self._source = permuted(x, routing, plan)
-        self._routing = replace(routing, weights=weights.detach())
         self._learned = demand if learns else None
-        self.dispatch = AllToAll(group, plan.sent, plan.received, f"dispatch of {state.name}", state.wire)
-        self.combine = AllToAll(group, plan.received, plan.sent, f"combine of {state.name}", state.wire)
-        return rows, weights, *pending
+        self.forward = ExpertForward(
+            state.mlp.run, group, demand.counts, setting.placement, x.device, state.name, state.wire
+        )
+        return x, routing, own
 
     def sent(self) -> None:
         """While the rows travel: plan the next call's placement."""
         if self._learned is not None:
-            self.state.observe(self._learned)
+            self.state.counts = self._learned.counts
+            self.state.placing.observe(self._learned.counts)
             self._learned = None
 
-    def compute(self, rows: Tensor, given: list[Tensor], weights: Tensor, *pending: Tensor) -> Tensor:
-        """Rows to send back, of those that came."""
-        plan, mlp, experts = self._plan, self.state.mlp, self._experts(given)
-        rows = grouped(rows, plan)
-        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
-        if self._transfer is None:
-            return ungrouped(mlp.run(rows, own, experts), plan)
-        at_home, copied = rows.split([sum(own), sum(others)])
-        done = mlp.run(at_home, own, experts)
-        copies, number = self._transfer.receive(*pending)
-        return ungrouped(tie(torch.cat([done, mlp.run(copied, others, copies)]), number), plan)
-
-    def gather(self, rows: Tensor, weights: Tensor, *pending: Tensor) -> Tensor:
-        """Partial sum of all tokens, of the results that came back: zeros for the other ranks' shares."""
-        y = combined(rows, self._source, replace(self._routing, weights=weights))
+    def padded(self, y: Tensor) -> Tensor:
+        """Weighted sums of this rank's share -> of all tokens, with zeros for the other ranks' shares."""
         first, last = self._bounds
         return F.pad(y, (0, 0, first, self._tokens - last)).to(self._result)
 
-    def _experts(self, given: list[Tensor]) -> ExpertWeights:
+    def experts(self, given: Sequence[Tensor]) -> ExpertWeights:
+        """This rank's experts as they are run: in the type of the tokens, with scaled gradients."""
         scale = self.state.groups.scale
         scaled = (each if scale == 1 else _Scaled.apply(each, scale) for each in given)
         return self.state.mlp.weights([each.to(self._dtype) for each in scaled])
@@ -218,8 +169,15 @@ class _Scaled(torch.autograd.Function):
 
 
 def balanced_experts(state: BalancedExperts, x: Tensor, index: Tensor, weights: Tensor, *given: Tensor) -> Tensor:
-    """`BalancedExperts.partial`, as a function in a graph."""
-    return state.partial(x, index, weights, list(given))
+    """Partial sum [T, hidden] of the tokens x, with the experts index [T, k] and their weights [T, k], in a graph.
+
+    given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
+    """
+    with state.together():
+        call = TokenExchange(state)
+        tokens, routing, own = call.begin(x, index, weights, given)
+        y, _ = call.forward.through(tokens, routing, own, call.sent)
+        return call.padded(y)
 
 
 def state_of(module: nn.Module) -> BalancedExperts:

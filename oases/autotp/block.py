@@ -185,6 +185,7 @@ class GraphBlock(HoldsGroup, nn.Module):
 class BlockExchange:
     """A sub-batch of a block that sends tokens to experts; see `oases.core.blocks.exchanges`."""
 
+    bypasses = True
     dispatch: _Carrier
     combine: _Carrier
     _known: Known
@@ -200,20 +201,25 @@ class BlockExchange:
         state, *given = self._read("experts.given", h)
         self._tokens = tokens = TokenExchange(state, self._order)
         with state.together():
-            found = tokens.route(x, index, weights, given)
-        self.dispatch = _Carrier(tokens.dispatch, state, tokens.sent)
-        self.combine = _Carrier(tokens.combine, state)
-        return found
+            share, routing, own = tokens.begin(x, index, weights, given)
+            run = tokens.forward
+            copies = run.send_copies(own)
+            rows = run.route(share, routing)
+        self.dispatch, self.combine = _Carrier(run.dispatch, state, tokens.sent), _Carrier(run.combine, state)
+        return rows, routing.weights, *copies
 
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
         """Received rows -> rows to send back."""
         state, *given = self._read("experts.given", rows)
+        _, *copies = others
         with state.together():
-            return self._tokens.compute(rows, given, *others)
+            return self._tokens.forward.compute(rows, self._tokens.experts(given), *copies)
 
-    def gather(self, h: Tensor, rows: Tensor, *others: Tensor) -> Tensor:
-        """Block's input, and rows that came back -> this rank's partial sum."""
-        found: Tensor = self._read("experts.after", h, self._tokens.gather(rows, *others))
+    def gather(self, *given: Tensor) -> Tensor:
+        """Block's input, rows that came back, and the routing's weights -> this rank's partial sum."""
+        h, rows, weights, *_ = given
+        y = self._tokens.padded(self._tokens.forward.gather(rows, weights))
+        found: Tensor = self._read("experts.after", h, y)
         return found
 
     def _read(self, name: str, *given: Tensor) -> Any:
@@ -230,21 +236,15 @@ class _Carrier:
         self, exchange: AllToAll, state: BalancedExperts, meanwhile: Callable[[], None] | None = None
     ) -> None:
         self._exchange, self._state, self._meanwhile = exchange, state, meanwhile
-        self._rows: Tensor | None = None
 
-    def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
+    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> None:
         """Start to send rows, or gradients back."""
         with self._state.together():
-            self._rows = rows  # the group's device, for `end`; the rows themselves where there is no other rank
-            if self._exchange.travels:
-                self._rows = rows[:0]
-                self._exchange.start(rows, back=back, label=label)
+            self._exchange.start(rows, back=back, label=label)
             if self._meanwhile is not None and not back:
                 self._meanwhile()
 
-    def end(self) -> Tensor:
+    def finish(self) -> Tensor:
         """Wait for what was sent to this rank."""
-        rows, self._rows = self._rows, None
-        assert rows is not None
         with self._state.together():
-            return self._exchange.finish() if self._exchange.travels else rows
+            return self._exchange.finish()

@@ -29,7 +29,7 @@ COSTS: dict[Unit, dict[str, float]] = {
         "F": 10.0, "C": 1.0, "R": 10.0, "BC": 1.0, "B": 10.0, "W": 10.0, "all_reduce": 10.0, "reduce_scatter": 5.0,
         "all_gather": 5.0, "all_to_all": 5.0,
     },
-    "experts": {"N": 10.0, "E": 10.0, "P": 1.0, "all_to_all": 5.0, "share": 5.0, "join": 5.0},
+    "experts": {"D": 10.0, "E": 10.0, "F": 0.0, "P": 1.0, "all_to_all": 5.0, "share": 5.0, "join": 5.0},
     "stage": {"F": 10.0, "R": 10.0, "B": 20.0, "send": 1.0},
 }  # fmt: skip
 """Default milliseconds by kind of op. B of a stage includes weight gradients."""
@@ -43,7 +43,7 @@ _READ = (
 )
 _LETTERS: dict[Unit, str] = {
     "block": "F forward, C combine, E experts, R recompute, B backward, W weight gradients, . waits, = on the link",
-    "experts": "N between experts, E experts, P placement, R recompute, B backward, . waits, = on the link",
+    "experts": "D before, E in, F behind experts, P placement, R recompute, B backward, . waits, = on the link",
     "stage": "F forward, R recompute, B backward, W weight gradients, . waits",
 }
 
@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--costs", metavar="KIND=MS,...",
-        help="milliseconds by kind of op, such as F=10,B=20,all_reduce=8 or N=4,E=9,all_to_all=3,share=2",
+        help="milliseconds by kind of op, such as F=10,B=20,all_reduce=8 or D=4,E=9,all_to_all=3,share=2",
     )  # fmt: skip
     group.add_argument("--blocks", type=int, metavar="N", help=f"number of MoE blocks (default: {BLOCKS})")
 

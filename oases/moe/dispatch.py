@@ -176,7 +176,7 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
 
 
 def permuted(x: Tensor, routing: Routing, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-    """x: [T, n] -> (rows [sent slots, n] in send order, source for `combined`)."""
+    """x: [T, n] -> (rows [sent slots, n] in send order, source for `by_token`)."""
     experts = len(plan.positions)
     ids = plan.positions[routing.experts]
     if routing.kept is not None:  # dropped slots come last
@@ -193,13 +193,11 @@ def by_expert(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
     return x[source // max(ids.shape[1], 1)], source, kernels.histogram(ids, experts, check=False)
 
 
-def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:
-    """Inverse of `permuted`: weighted sum of each token's rows, [T, n]. A dropped slot counts as 0."""
-    return by_token(rows, source, routing.weights)
-
-
 def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
-    """Inverse of `by_expert`: weighted sum of each token's rows, weights [T, k]; missing last rows count as 0."""
+    """Inverse of `by_expert` and of `permuted`: weighted sum of each token's rows, weights [T, k].
+
+    Missing last rows, of dropped slots, count as 0.
+    """
     tokens, k = weights.shape
     if len(rows) < len(source):
         rows = torch.cat([rows, rows.new_zeros((len(source) - len(rows), rows.shape[1]))])
@@ -243,11 +241,6 @@ class AllToAll:
         self._sent, self._received, self._label = sent, received, label
         self._under_way: tuple[Any, Tensor, torch.dtype] | None = None
 
-    @property
-    def travels(self) -> bool:
-        """Whether there are other ranks."""
-        return self._scheduler is not None
-
     def send(self, rows: Tensor) -> Tensor:
         """Start. rows: [sum of sent, n]. Returns the argument of `receive`, which has the shape of its result."""
         return rows if self._scheduler is None else _Send.apply(rows, self)
@@ -262,7 +255,9 @@ class AllToAll:
         label: in place of the exchange's own.
         The zeros are an expanded scalar: a placeholder for autograd, without memory.
         """
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            self._under_way = None, rows, rows.dtype
+            return rows
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         going = rows.detach().to(self._dtype or rows.dtype).contiguous()
         coming = going.new_empty((sum(received), rows.shape[1]))
@@ -273,10 +268,10 @@ class AllToAll:
 
     def finish(self) -> Tensor:
         """Wait for the last start; the result has the type of what was sent."""
-        assert self._scheduler is not None
         assert self._under_way is not None, "send comes before receive"
         (ticket, coming, dtype), self._under_way = self._under_way, None
-        self._scheduler.wait(ticket)
+        if self._scheduler is not None:
+            self._scheduler.wait(ticket)
         return coming.to(dtype)
 
 
@@ -314,42 +309,6 @@ class _Reordered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
-
-
-def dispatch(
-    x: Tensor,
-    routing: Routing,
-    plan: DispatchPlan,
-    group: ProcessGroup | None,
-    label: str,
-    wire: WireType | None = None,
-) -> Dispatched:
-    """Permute rows and start the all-to-all; see `Dispatched`. wire: see `AllToAll`."""
-    rows, source = permuted(x, routing, plan)
-    exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}", wire)
-    return Dispatched(exchange, exchange.send(rows), source, plan)
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """Dispatched rows in flight."""
-
-    exchange: AllToAll
-    pending: Tensor
-    source: Tensor
-    plan: DispatchPlan
-
-    def wait(self) -> Tensor:
-        """Rows by held expert, `plan.rows` of each."""
-        return grouped(self.exchange.receive(self.pending), self.plan)
-
-
-def start_combine(
-    rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str, wire: WireType | None = None
-) -> tuple[AllToAll, Tensor]:
-    """Start to send rows by held expert back to their tokens' ranks; pass the tensor to the exchange's `receive`."""
-    exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}", wire)
-    return exchange, exchange.send(ungrouped(rows, plan))
 
 
 def wire_bytes(dtype: torch.dtype, wire: WireType | None) -> float:

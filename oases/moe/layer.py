@@ -1,8 +1,7 @@
 """OverlappedMoE: expert-parallel mixture of experts with load-balanced placement.
 
-Results are those of plain expert parallelism for every placement. A forward pass is a chain of pieces that can be
-used separately: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
-and combined.
+Results are those of plain expert parallelism for every placement. A forward pass routes tokens (`Router`), gathers
+the counts of all ranks (`exchange_counts`) and runs `ExpertForward`.
 """
 
 from __future__ import annotations
@@ -33,22 +32,18 @@ from oases.moe.dispatch import (
     ExpertCounts,
     RoutingError,
     bytes_sent,
-    combined,
-    dispatch,
-    dispatch_plan,
     exchange_counts,
-    start_combine,
     start_counts,
     wire_bytes,
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
+from oases.moe.forward import ExpertForward
 from oases.moe.placement_data import Placement
 from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState, numbered, statistics_of
 from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients, total
 from oases.moe.traces import Recorder
-from oases.moe.transfer import Transfer, tie
 
 
 class OverlappedMoE(FailsTogether, nn.Module):
@@ -215,34 +210,30 @@ class OverlappedMoE(FailsTogether, nn.Module):
             return self._run(x.reshape(-1, self.hidden), group).view(x.shape)
 
     def _run(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        routing, demand, setting, opened = self._route(x, group)
+        routing, demand, placement, opened = self._route(x, group)
         tensor_group = group_of(self._tensor_group)
         tokens = shard_tokens(x, tensor_group)
-        plan = dispatch_plan(demand.counts, setting, group_rank(group), x.device)
         weights = self._weights(tensor_group)
         if torch.is_autocast_enabled(x.device.type):  # half the bytes are sent, of tokens and of experts
             dtype = torch.get_autocast_dtype(x.device.type)
             tokens, weights = tokens.to(dtype), weights.like([weight.to(dtype) for weight in weights.given])
-        transfer = pending = None
-        if setting.moved:
-            assert group is not None, "one device has no replicas"
-            transfer = Transfer(weights, setting, group, self.name)
-            pending = transfer.send(weights)
-        dispatched = dispatch(tokens, routing, plan, group, self.name, self.wire_dtype)
-        if opened is not None and opened.counts is None:  # during the dispatch, but not in a recomputation
-            self._observe(opened, demand, routing)
-        shared = self._shared(tokens, tensor_group)
-        rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
-        exchange, coming = start_combine(rows, plan, group, self.name, self.wire_dtype)
-        y = combined(exchange.receive(coming), dispatched.source, routing)
+        run = self.forward_of(demand, placement, x.device)
+
+        def meanwhile() -> Tensor | None:
+            if opened is not None and opened.counts is None:  # not in a recomputation
+                self._observe(opened, demand, routing)
+            return self.shared_expert(tokens)
+
+        y, shared = run.through(tokens, routing, weights, meanwhile)
         if shared is not None:
             y = y + shared
         y = gather_tokens(y, len(x), tensor_group)
         if opened is not None:
             opened.done = True
         if not is_recomputation():
-            sent = 0 if transfer is None else transfer.bytes
-            self.last = statistics_of(demand, setting, routing, self._token_bytes(plan, tokens.dtype), sent)
+            sent = 0 if run.transfer is None else run.transfer.bytes
+            token_bytes = self._token_bytes(run.plan, tokens.dtype)
+            self.last = statistics_of(demand, placement, routing, token_bytes, sent)
         return closing(y, opened, self.name, group_name(group))
 
     def _route(
@@ -259,9 +250,7 @@ class OverlappedMoE(FailsTogether, nn.Module):
                     "call it in evaluation mode there"
                 )
         else:
-            if self.training:
-                self._begin(len(x), group)
-            settings = [self._placement_state.setting(self.router)]
+            settings = [self._current(len(x))]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
         state = self._placement_state.state(settings, training=self.training)
         demand = exchange_counts(routings, group, state=state, label=self.name)
@@ -280,11 +269,8 @@ class OverlappedMoE(FailsTogether, nn.Module):
         opened = self._placement_state.passes.newest() if self.training and is_recomputation() else None
         if opened is not None:
             return opened.setting, opened
-        if not self.training:
-            return self._placement_state.setting(self.router), None
-        self._begin(tokens, self.process_group)
-        setting = self._placement_state.setting(self.router)
-        return setting, self._placement_state.open(setting)
+        setting = self._current(tokens)
+        return setting, self._placement_state.open(setting) if self.training else None
 
     def routed(
         self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None
@@ -306,7 +292,19 @@ class OverlappedMoE(FailsTogether, nn.Module):
 
     def shared_expert(self, tokens: Tensor) -> Tensor | None:
         """Result of the shared expert for this rank's share; None without one."""
-        return self._shared(tokens, group_of(self._tensor_group))
+        tensor_group = group_of(self._tensor_group)
+        if self.shared is None or group_size(tensor_group) == 1:
+            return None if self.shared is None else self.shared(tokens)
+        names, parameters = zip(*self.shared.named_parameters(), strict=True)
+        label = f"gradients of the shared expert of {self.name}"
+        found = dict(zip(names, sum_gradients(parameters, tensor_group, label), strict=True))
+        return torch.func.functional_call(self.shared, found, (tokens,))
+
+    def forward_of(self, demand: ExpertCounts, placement: Placement, device: torch.device) -> ExpertForward:
+        """Forward pass of the experts once the counts are known."""
+        return ExpertForward(
+            self.compute, self.process_group, demand.counts, placement, device, self.name, self.wire_dtype
+        )
 
     def compute(self, rows: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
         """Run rows through experts with these weights, as `oases.moe.experts.compute`."""
@@ -332,15 +330,17 @@ class OverlappedMoE(FailsTogether, nn.Module):
         label = f"gradients of experts of {self.name}"
         return total(gradients, group_of(self._tensor_group), label)
 
-    def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
-        """Begin a training pass: update placement and router bias if no pass is open."""
-        if self._placement_state.needs_costs and group is not None:
-            per_expert = tokens * self.router.top_k // self.router.num_experts
-            weights = self.experts.weights
-            self._placement_state.costs = measure_costs(
-                weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
-            )
-        self._placement_state.begin(self.router, group_of(self._load_group))
+    def _current(self, tokens: int) -> RoutingState:
+        """Routing state of a pass that begins now; of a training pass a new one if no pass is open."""
+        state, group = self._placement_state, self.process_group
+        if self.training:
+            if state.needs_costs and group is not None:
+                per_expert = tokens * self.router.top_k // self.router.num_experts
+                state.costs = measure_costs(
+                    self.experts.weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
+                )
+            state.begin(self.router, group_of(self._load_group))
+        return state.setting(self.router)
 
     def _observe(self, opened: ForwardPass, demand: ExpertCounts, routing: Routing) -> None:
         opened.counts = demand.counts
@@ -362,32 +362,6 @@ class OverlappedMoE(FailsTogether, nn.Module):
         if not self._experts_are_shared:
             return weights
         return weights.like(sum_gradients(weights.given, tensor_group, f"gradients of experts of {self.name}"))
-
-    def _shared(self, tokens: Tensor, tensor_group: ProcessGroup | None) -> Tensor | None:
-        if self.shared is None:
-            return None
-        if group_size(tensor_group) == 1:
-            return self.shared(tokens)
-        names, parameters = zip(*self.shared.named_parameters(), strict=True)
-        label = f"gradients of the shared expert of {self.name}"
-        found = dict(zip(names, sum_gradients(parameters, tensor_group, label), strict=True))
-        return torch.func.functional_call(self.shared, found, (tokens,))
-
-    def _compute(
-        self,
-        rows: Tensor,
-        plan: DispatchPlan,
-        weights: ExpertWeights,
-        transfer: Transfer | None,
-        pending: Tensor | None,
-    ) -> Tensor:
-        if transfer is None or pending is None:
-            return self.compute(rows, plan.rows, weights)
-        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
-        at_home, copied = rows.split([sum(own), sum(others)])
-        done = self.compute(at_home, own, weights)
-        copies, number = transfer.receive(pending)
-        return tie(torch.cat([done, self.compute(copied, others, copies)]), number)
 
     def extra_repr(self) -> str:
         """Placement method."""

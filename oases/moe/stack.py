@@ -12,22 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.checks import BlockList, BypassedHooks
+from oases.core.blocks.gathering import BlockUnit
 from oases.core.blocks.stack_call import leaves_of
 from oases.core.execution.call import apply_call
 from oases.core.execution.executor import Context
 from oases.core.execution.failure import FailsTogether, FailTogether
 from oases.core.execution.group import ProcessGroup, refuse_capture
 from oases.core.schedule import Schedule, generate_experts, validate
-from oases.distributed.fsdp import FsdpUnit
 from oases.errors import UsageError
-from oases.moe.blocks import ExpertWork
-from oases.moe.call import ExpertCall
+from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWork
 from oases.moe.cost_measurement import mean_seconds, measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
+from oases.moe.exchange import ExpertBlock, ExpertExchange
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
-from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.moe.recomputation import begin_call
 
 _BYPASSED = (OverlappedMoE, Experts)
@@ -90,7 +89,7 @@ class ExpertStack(FailsTogether, nn.Module):
         self._gradient_scale = gradient_scale
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
-        self._units: list[FsdpUnit] = []
+        self._units: list[BlockUnit] = []
         self._known: list[ExpertParameters] | None = None
         self._hooks: list[BypassedHooks] = []
 
@@ -135,7 +134,7 @@ class ExpertStack(FailsTogether, nn.Module):
         # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
         self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
-    def shard(self, units: Sequence[FsdpUnit]) -> None:
+    def shard(self, units: Sequence[BlockUnit]) -> None:
         """Have a unit per block gather its weights, except experts, as the schedule needs them."""
         self._units = list(units)
 
@@ -159,10 +158,15 @@ class ExpertStack(FailsTogether, nn.Module):
             if self.training and group is not None:
                 self._measure(x, group)
             leaves = leaves_of(self._known, self._units) if differentiable else []
+            exchanges = [
+                ExpertExchange(
+                    block, x.numel() // x.shape[-1], copies=self.schedule.copies, gradient_scale=self._gradient_scale
+                )
+                for block in blocks
+            ]
             work = ExpertWork(
-                blocks, self._program, group, x.detach(), leaves, self._known, differentiable=differentiable,
-                gradient_scale=self._gradient_scale,
-            )  # fmt: skip
+                exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
+            )
         call = ExpertCall(
             self._program, work, self._known, self._units, monitor=monitor, context=context,
             differentiable=differentiable,

@@ -156,64 +156,28 @@ class StackCosts:
         return self.sizes[block] if self.sizes else BlockBytes()
 
 
-@dataclass(frozen=True)
-class ExpertSeconds:
-    """Seconds of a block of experts and of the N before it, each op on its slowest rank.
-
-    All ranks synchronise at every all-to-all, so the slowest rank of each op sets the pace. non_expert, experts:
-    forward. backward: of both, as a multiple of the forward pass. all_to_all: one of four. share, join: transfers
-    of replica parameters; split and return take as long. search: placement search. Raises ValueError for negative
-    values.
-    """
-
-    non_expert: float
-    experts: float
-    all_to_all: float
-    share: float = 0.0
-    join: float = 0.0
-    search: float = 0.0
-    backward: float = 2.0
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if not getattr(self, item.name) >= 0:
-                raise ValueError(f"{item.name} must be at least 0 seconds, got {getattr(self, item.name)}")
-
-    @cached_property
-    def by_kind(self) -> Mapping[str, float]:
-        """Seconds by kind of op."""
-        return {
-            "N": self.non_expert, "RN": self.non_expert, "BN": self.backward * self.non_expert,
-            "E": self.experts, "RE": self.experts, "BE": self.backward * self.experts, "P": self.search,
-            "all_to_all": self.all_to_all, "share": self.share, "join": self.join, "split": self.join,
-            "return": self.share,
-        }  # fmt: skip
+_FORWARD = {"RD": "D", "RE": "E", "R": "F", "B": "D", "BE": "E", "BF": "F", "split": "join", "return": "share"}
+"""Forward op of blocks of experts that another op of them takes as long as, or in a multiple of it."""
 
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """Costs of each op of an expert schedule on one rank.
+    """Costs of an expert schedule with equal blocks, each op on its slowest rank, as all-to-alls synchronise all.
 
-    blocks: of the experts, in order. behind: forward pass of the N after the last of them.
+    forward: seconds by D, E, F, P, all_to_all, share and join, 0 for others. backward: pass of D, E and F, as
+    a multiple of the forward pass. Raises ValueError for negative values.
     """
 
-    blocks: tuple[ExpertSeconds, ...]
-    behind: float = 0.0
+    forward: Mapping[str, float]
+    backward: float = 2.0
     link: str = "link"
 
-    @staticmethod
-    def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> ExpertCosts:
-        """Equal blocks: seconds by N, E, P, all_to_all, share and join, 0 for kinds not given."""
-        of = seconds.get
-        block = ExpertSeconds(
-            of("N", 0.0), of("E", 0.0), of("all_to_all", 0.0), of("share", 0.0), of("join", 0.0), of("P", 0.0)
-        )
-        return ExpertCosts((block,) * schedule.num_blocks, block.non_expert)
+    def __post_init__(self) -> None:
+        for kind, value in self.forward.items():
+            if not value >= 0:
+                raise ValueError(f"{kind} must be at least 0 seconds, got {value}")
 
     def seconds(self, op: Op) -> float:
         """Seconds of a compute op or a collective."""
-        if op.of == "BN":  # gradients of the previous block's outputs
-            return self.blocks[op.block - 1].all_to_all
-        if op.block == len(self.blocks):
-            return self.behind * (self.blocks[-1].backward if op.kind == "BN" else 1.0)
-        return self.blocks[op.block].by_kind[op.kind]
+        times = self.backward if op.kind in ("B", "BE", "BF") else 1.0
+        return times * self.forward.get(_FORWARD.get(op.kind, op.kind), 0.0)

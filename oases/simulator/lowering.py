@@ -61,7 +61,7 @@ def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Ste
         _require("block", len(costs.times), schedule)
         return (tuple(_of_blocks(schedule, costs, prefix)),)
     if isinstance(costs, ExpertCosts):
-        _require("experts", len(costs.blocks), schedule)
+        _require("experts", schedule.num_blocks, schedule)
         return (tuple(Step(_of_experts(op, schedule, costs, prefix), op, op.in_backward) for op in schedule),)
     _require("stage", len(costs), schedule)
     return tuple(

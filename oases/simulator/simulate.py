@@ -15,7 +15,7 @@ def simulate(schedule: Schedule, costs: Costs | Mapping[str, float]) -> Timeline
     """Simulate one step of `schedule`.
 
     The timeline shows one rank, as all ranks of a group do the same; of a pipeline one rank per stage. costs: a
-    cost model (of a pipeline one per model part), or seconds by kind of op (F, C, R, B, W, all_reduce, send, N,
+    cost model (of a pipeline one per model part), or seconds by kind of op (F, C, R, B, W, all_reduce, send, D,
     ...), 0 for kinds not given. For a pipeline these are per stage; if it has W passes without given seconds, W
     takes half of B's. For experts the backward pass takes twice as long as the forward pass.
     """
@@ -29,7 +29,7 @@ def costs_by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> Costs:
     if schedule.unit == "block":
         return StackCosts.by_kind(schedule, seconds)
     if schedule.unit == "experts":
-        return ExpertCosts.by_kind(schedule, seconds)
+        return ExpertCosts(seconds)
     if schedule.has_weight_passes and "W" not in seconds:
         half = seconds.get("B", 0.0) / 2
         seconds = {**seconds, "B": half, "W": half}

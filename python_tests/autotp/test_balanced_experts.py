@@ -209,7 +209,7 @@ def test_experts_are_saved_whole_and_loaded_into_another_degree(two_ranks, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("function", ["shard_bounds", "dispatch_plan"])
+@pytest.mark.parametrize("function", ["oases.autotp.balanced.shard_bounds", "oases.moe.forward.dispatch_plan"])
 def test_ranks_agree_again_after_one_ran_out_of_memory_before_or_after_the_counts(two_ranks, function):
     one, other = two_ranks.run(recovered, "mixtral", {"dp": 1, "tp": 2}, function)
     assert one == other

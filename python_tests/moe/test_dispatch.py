@@ -10,20 +10,21 @@ from oases.core.execution.group import scheduler_of
 from oases.moe.dispatch import (
     AllToAll,
     RoutingError,
-    combined,
-    dispatch,
+    by_token,
     dispatch_plan,
     exchange_counts,
     grouped,
     permuted,
-    start_combine,
     ungrouped,
     wire_bytes,
 )
+from oases.moe.experts import ExpertWeights
+from oases.moe.forward import ExpertForward
 from oases.moe.placement import owner_ranks
 from oases.moe.router import Router
 
 HIDDEN = 6
+NONE = ExpertWeights(torch.empty(0), torch.empty(0))
 
 
 def routing_of(rank, tokens, experts, top_k, capacity, dtype=torch.float64):
@@ -71,7 +72,7 @@ def test_permuted_and_combined_are_each_others_inverse(dtype, capacity, tokens):
     assert len(rows) == routing.counts.sum()
     flat = routing.experts.flatten()
     assert flat[source[: len(rows)]].tolist() == sorted(flat[source[: len(rows)]].tolist())
-    y = combined(2 * rows, source, routing)
+    y = by_token(2 * rows, source, routing.weights)
     kept = torch.ones_like(routing.weights) if routing.kept is None else routing.kept
     expected = 2 * x * (routing.weights * kept).sum(1, keepdim=True).to(dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
@@ -92,16 +93,24 @@ def travel(tokens, experts, top_k, capacity, seed):
     assert demand.slots.tolist() == [top_k * number for number in tokens]
     assert (demand.dropped > 0) == (capacity is not None)
     placement = random_placement(experts, size, seed)
-    plan = dispatch_plan(demand.counts, placement, rank, x.device)
     scheduler = scheduler_of(group)
     scheduler.reset_totals()
-    rows = dispatch(x, routing, plan, group, "test").wait()
-    number = torch.tensor(plan.held).repeat_interleave(torch.tensor(plan.rows))[:, None] + 1.0
-    exchange, coming = start_combine(rows * number, plan, group, "test")
-    source = dispatch(x.detach(), routing, plan, group, "again")
-    back = exchange.receive(coming)
-    y = combined(back, source.source, routing)
-    source.wait()
+
+    def numbered(rows, counts, weights):
+        return rows * weights.up.repeat_interleave(torch.tensor(counts))[:, None]
+
+    run, again = (
+        ExpertForward(numbered, group, demand.counts, placement, x.device, label) for label in ("test", "again")
+    )
+    coming = run.dispatch.send(run.route(x, routing))
+    own, copies = (
+        ExpertWeights(torch.tensor(held) + 1.0, torch.empty(0))
+        for held in (run.plan.held[: run.plan.own], run.plan.held[run.plan.own :])
+    )
+    rows = run.combine.send(run.compute(run.dispatch.receive(coming), own, copies=copies))
+    other = again.dispatch.send(again.route(x.detach(), routing))  # while the results travel
+    y = run.gather(run.combine.receive(rows), routing.weights)
+    again.dispatch.receive(other)
     kept = 1 if routing.kept is None else routing.kept
     expected = x * (routing.weights * kept * (routing.experts + 1)).sum(1, keepdim=True)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
@@ -113,7 +122,7 @@ def travel(tokens, experts, top_k, capacity, seed):
     totals = scheduler.totals()
     for label in ("dispatch of test", "combine of test", "dispatch of test, gradients", "combine of test, gradients"):
         assert totals[label].count == 1
-    assert totals["dispatch of test"].bytes == 8 * HIDDEN * sum(plan.sent)
+    assert totals["dispatch of test"].bytes == 8 * HIDDEN * sum(run.plan.sent)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -128,22 +137,23 @@ def travel_on_a_wire(wire):
     rank = dist.get_rank()
     x, routing = routing_of(rank, 40, 4, 2, None)
     x = x.detach().float().requires_grad_()
-    plan = dispatch_plan(
-        exchange_counts([routing], dist.group.WORLD).counts, random_placement(4, 2, 0), rank, x.device
-    )
+    counts = exchange_counts([routing], dist.group.WORLD).counts
     found = []
     for kind in (None, wire):
         scheduler_of(dist.group.WORLD).reset_totals()
-        dispatched = dispatch(x, routing, plan, dist.group.WORLD, "test", kind)
-        exchange, coming = start_combine(dispatched.wait().sin(), plan, dist.group.WORLD, "test", kind)
-        y = combined(exchange.receive(coming), dispatched.source, routing)
+        run = ExpertForward(
+            lambda rows, *_: rows.sin(), dist.group.WORLD, counts, random_placement(4, 2, 0), x.device, "test", kind
+        )
+        rows = run.dispatch.receive(run.dispatch.send(run.route(x, routing)))
+        rows = run.combine.send(run.compute(rows, NONE, copies=NONE))
+        y = run.gather(run.combine.receive(rows), routing.weights)
         totals = scheduler_of(dist.group.WORLD).totals()
         (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
         assert y.dtype == gradient.dtype == torch.float32
         found.append((y.detach(), gradient, totals["dispatch of test"].bytes))
     (y, gradient, plain), (other, approximate, fewer) = found
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in ((y, other), (gradient, approximate))]
-    return apart, fewer / plain, plan.sent
+    return apart, fewer / plain, run.plan.sent
 
 
 @pytest.mark.parametrize(("wire", "most", "part"), [(torch.bfloat16, 0.02, 0.5), ("int8", 0.04, 0.3)])

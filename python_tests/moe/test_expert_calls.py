@@ -52,8 +52,8 @@ def check_error():
 
 def test_an_error_names_op_and_line_on_all_ranks(two_ranks):
     for text, schedule in two_ranks.run(check_error):
-        (line,) = [line for op, line in schedule.lines.items() if str(op) == "N 2.0"]
-        where = rf"N 2\.0 \(expert stack \d+, line {line} of block_wise: block 2, sub-batch 0\)"
+        (line,) = [line for op, line in schedule.lines.items() if str(op) == "F 1.0"]
+        where = rf"F 1\.0 \(expert stack \d+, line {line} of block_wise: block 1, sub-batch 0\)"
         assert re.search(f"rank 1 failed at {where}", text)
         assert "ValueError: a value that is wrong" in text
 
@@ -84,7 +84,7 @@ def check_error_of_the_backward_pass():
 
 def test_an_error_of_the_backward_pass_names_its_op(two_ranks):
     texts = two_ranks.run(check_error_of_the_backward_pass)
-    assert all("rank 0 failed at BN 1.0" in text and "no such gradient" in text for text in texts)
+    assert all("rank 0 failed at B 1.0" in text and "no such gradient" in text for text in texts)
 
 
 def check_autograd_grad(recompute):
@@ -116,8 +116,8 @@ def check_ddp():
     last.register_post_accumulate_grad_hook(lambda _: seen.append([name for name, _, _ in context.spans]))
     averaged = torch.stack([g.flatten().sum() for g in gradients(wrapped, sample(), context=context)])
     torch.testing.assert_close(averaged, sum(everyone) / 2, rtol=1e-12, atol=1e-12)
-    assert "BN 2.0" in seen[0]
-    assert "BN 0.0" not in seen[0], "gradients are handed over block by block"
+    assert "B 2.0" in seen[0]
+    assert "B 0.0" not in seen[0], "gradients are handed over block by block"
 
 
 def test_ddp_averages_as_blocks_are_done(two_ranks):
@@ -147,7 +147,7 @@ def check_early():
 
 
 def test_recomputing_early_changes_no_bit(two_ranks):
-    assert two_ranks.run(check_early) == [(7, 7)] * 2
+    assert two_ranks.run(check_early) == [(9, 9)] * 2
 
 
 def check_sharded(recompute):

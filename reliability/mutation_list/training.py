@@ -170,9 +170,9 @@ TRAINING = (
     ),
     Mutation(
         "experts_token_weight_dropped",
-        "oases/moe/dispatch.py",
-        "    return by_token(rows, source, routing.weights)\n",
-        "    return by_token(rows, source, torch.ones_like(routing.weights) + 0 * routing.weights)\n",
+        "oases/moe/forward.py",
+        "        return by_token(rows, self._source, weights)\n",
+        "        return by_token(rows, self._source, torch.ones_like(weights) + 0 * weights)\n",
         ("moe/test_dispatch.py", "moe/test_moe_layer.py"),
         "The results of a token's experts are added without their weights.",
     ),
@@ -213,8 +213,8 @@ TRAINING = (
     Mutation(
         "experts_in_pieces_lose_the_router_gradient",
         "oases/core/blocks/exchanges.py",
-        "state.routed.backward([_taken(state), *others], fresh=True)",
-        "state.routed.backward([_taken(state), *(None for _ in others)], fresh=True)",
+        ".backward([_taken(state), *others], fresh=True)",
+        ".backward([_taken(state), *(None for _ in others)], fresh=True)",
         ("autotp/test_balanced_experts.py::test_ten_steps_are_those_of_one_process",),
         "Of experts whose all-to-alls are ops, the router gets no gradient through the weights of their sum.",
     ),

@@ -5,127 +5,145 @@ Names: h = the block's input; rows = tokens that are sent to experts or results 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from oases.core.blocks.batch import CallInputs
 from oases.core.execution.executor import Place, Step
-from oases.core.execution.piece import Leaves, Piece
+from oases.core.execution.piece import Leaves, Piece, RandomStates
+
+Tensors = tuple[Tensor, ...]
 
 
 class AllToAll(Protocol):
     """All-to-all of rows, and its reverse for their gradients; `oases.moe.dispatch` has it."""
 
-    def begin(self, rows: Tensor, label: str, *, back: bool = False) -> None:
-        """Start to send rows, or gradients back."""
+    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> object:
+        """Start to send rows, or gradients back. label: in place of its own."""
 
-    def end(self) -> Tensor:
+    def finish(self) -> Tensor:
         """Wait for what was sent to this rank."""
 
 
 class Exchange(Protocol):
-    """A sub-batch of a block that sends tokens to experts, made by `block.exchange(order, *values)`.
+    """A sub-batch of a block that sends tokens to experts.
 
-    order: hash of the schedule, which all ranks must run alike. dispatch, combine: all-to-alls to the experts' ranks
-    and back, from `route` on.
+    dispatch, combine: all-to-alls to the experts' ranks and back, from `route` on. bypasses: whether `gather` reads
+    the block's input, too, before the rows.
     """
 
-    dispatch: AllToAll
-    combine: AllToAll
+    bypasses: bool
 
-    def route(self, h: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def dispatch(self) -> AllToAll:
+        """See above."""
+
+    @property
+    def combine(self) -> AllToAll:
+        """See above."""
+
+    def route(self, h: Tensor) -> Tensors:
         """Block's input -> rows to send, and tensors that the other pieces take."""
 
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
-        """Received rows, and what `route` returned behind its rows -> rows to send back."""
+        """Received rows, what `route` returned behind its rows, and what op E is given -> rows to send back."""
 
-    def gather(self, h: Tensor, rows: Tensor, *others: Tensor) -> Tensor:
-        """Block's input, rows that came back, and what `route` returned -> partial sum."""
+    def gather(self, *given: Tensor) -> Tensor:
+        """Rows that came back, and what `route` returned behind its rows -> partial sum, or the block's output."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _State:
     """A sub-batch between its pieces. rows: what is sent next. gradients: of h, then of `others`, over their uses."""
 
     exchange: Exchange
     h: Tensor | None
     rows: Tensor | None = None
-    others: tuple[Tensor, ...] = ()
-    routed: Piece | None = None
-    computed: Piece | None = None
+    others: Tensors = ()
     gradients: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Again:
+    """A piece that is recomputed. random: None where nothing was drawn."""
+
+    function: Callable[..., Tensors]
+    inputs: Tensors
+    random: list[Tensor] | None
 
 
 class ExchangeWork:
     """Tensors of one call's exchanges between ops, and the implementation of each op but F, B and BF.
 
-    order: hash of the schedule.
+    leaves: stand-ins of each block's parameters; more: of all blocks' inputs. random: states of generators, where
+    pieces are recomputed. own_labels: all-to-alls have their own labels instead of the ops'.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], order: int, leaves: list[Leaves], inputs: CallInputs, *,
-        differentiable: bool,
+        self, leaves: list[Leaves], more: Sequence[Leaves] = (), *, differentiable: bool,
+        random: RandomStates | None = None, own_labels: bool = False,
     ) -> None:  # fmt: skip
-        self._blocks, self._order, self._leaves, self._inputs = blocks, order, leaves, inputs
-        self._differentiable = differentiable
+        self._leaves, self._more = leaves, more
+        self._differentiable, self._random, self._own_labels = differentiable, random, own_labels
         self._states: dict[Place, _State] = {}
+        self._pieces: dict[tuple[str, Place], Piece] = {}
+        self._again: dict[tuple[str, Place], _Again] = {}
 
-    def do_D(self, place: Place, h: Tensor) -> None:  # noqa: N802
-        """Route a sub-batch."""
-        block: Any = self._blocks[place[0]]
-        exchange: Exchange = block.exchange(self._order, *self._inputs.values(*place))
-        state = self._states[place] = _State(exchange, h)
-        results, state.routed = self._piece(place[0], exchange.route, (h,))
-        state.rows, *others = results
+    def do_D(self, place: Place, exchange: Exchange, h: Tensor, *, remade: bool = False) -> None:  # noqa: N802
+        """Route a sub-batch. remade: h is recomputed before this piece is, and not kept."""
+        state = self._states[place] = _State(exchange, h if exchange.bypasses else None)
+        state.rows, *others = self.run("D", place, exchange.route, (h,))
         state.others = tuple(others)
+        if remade and ("D", place) in self._again:
+            self._again["D", place].inputs = ()
 
-    def do_E(self, step: Step) -> None:  # noqa: N802
-        """Run this rank's experts."""
-        state = self._states[step.place]
-        given = (_taken(state), *state.others)
-        (state.rows,), state.computed = self._piece(
-            step.block, lambda *inputs: (state.exchange.compute(*inputs),), given
-        )
+    def do_E(self, place: Place, *more: Tensor) -> None:  # noqa: N802
+        """Run this rank's experts. more: further inputs of `compute`."""
+        state = self._states[place]
+        compute = state.exchange.compute
+        (state.rows,) = self.run("E", place, lambda *given: (compute(*given),), (_taken(state), *state.others, *more))
 
-    def arrived(self, place: Place) -> tuple[Any, tuple[Tensor, ...]]:
+    def arrived(self, place: Place) -> tuple[Any, Tensors]:
         """For F: the function of the last piece, and its inputs."""
         state = self._states[place]
-        h, state.h, many = state.h, None, len(state.others)
-        assert h is not None
-        given = (h, _taken(state), *state.others)
-        gather = state.exchange.gather
+        given = (_taken(state), *state.others)
+        if state.exchange.bypasses:
+            assert state.h is not None
+            given, state.h = (state.h, *given), None
+        gather, many = state.exchange.gather, len(given)
         if not self._differentiable:
             del self._states[place]
         # F is called with the values of the block's methods behind its inputs; the exchange has them.
-        return lambda h, rows, *rest: gather(h, rows, *rest[:many]), given
+        return lambda *given: gather(*given[:many]), given
 
     def begin_backward(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
         """For BF: the gradients of the last piece's inputs."""
         state = self._states[place]
-        through, rows, *others = gradients
-        assert rows is not None, "the partial sum depends on the experts"
+        through, rows, *others = gradients if state.exchange.bypasses else (None, *gradients)
+        if rows is None:
+            raise RuntimeError(
+                f"block {place[0]}: its output does not depend on the experts' results; return a value that uses them"
+            )
         state.rows, state.gradients = rows, [through, *others]
 
-    def do_BE(self, step: Step) -> None:  # noqa: N802
-        """Backward pass of this rank's experts."""
-        state = self._states[step.place]
-        assert state.computed is not None
-        piece, state.computed = state.computed, None
-        rows, *others = piece.backward([_taken(state)])
+    def do_BE(self, place: Place) -> list[Tensor | None]:  # noqa: N802
+        """Backward pass of this rank's experts; returns the gradients of the further inputs of E."""
+        state = self._states[place]
+        rows, *others = self.backward("E", place, _taken(state))
         assert rows is not None, "experts depend on their tokens"
         state.rows = rows
-        state.gradients[1:] = [_sum(one, other) for one, other in zip(state.gradients[1:], others, strict=True)]
+        known = state.gradients[1:]
+        state.gradients[1:] = [_sum(one, other) for one, other in zip(known, others, strict=False)]
+        return others[len(known) :]
 
     def input_gradient(self, place: Place) -> Tensor:
         """For B: the gradient of the block's input."""
         state = self._states.pop(place)
-        assert state.routed is not None
         through, *others = state.gradients
-        (g,) = state.routed.backward([_taken(state), *others], fresh=True)
+        (g,) = self._pieces.pop(("D", place)).backward([_taken(state), *others], fresh=True)
         found = _sum(g, through)
         assert found is not None, "the router depends on its tokens"
         return found
@@ -136,24 +154,53 @@ class ExchangeWork:
         """Start the all-to-all of what the carried op made."""
         state = self._states[step.place]
         exchange = state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine
-        exchange.begin(_taken(state), step.label, back=step.op.of in ("BF", "BE"))
+        label = "" if self._own_labels else step.label
+        exchange.start(_taken(state), back=step.op.of in ("BF", "BE"), label=label)
 
     def wait(self, step: Step) -> None:
         """Wait for it."""
         state = self._states[step.place]
-        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).end()
+        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).finish()
 
     def clear(self) -> None:
         """Release every tensor."""
-        self._states.clear()
+        for held in (self._states, self._pieces, self._again):
+            held.clear()
 
-    def _piece(self, block: int, function: Any, given: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Piece | None]:
+    # --- pieces ---
+
+    def run(self, kind: str, place: Place, function: Callable[..., Tensors], given: Tensors) -> Tensors:
+        """Run a piece; without a graph where it is recomputed later, or where no gradients are needed."""
         if not self._differentiable:
             with torch.no_grad():
-                return function(*given), None
-        piece = Piece([self._leaves[block], *self._inputs.leaves], False)
+                return function(*given)
+        if self._random is None:
+            return self._recorded(kind, place, function, given)
+        states, before = self._random.now(), self._random.now()
+        with torch.no_grad():
+            results = function(*given)
+        drawn = states if self._random.now() is not before else None
+        self._again[kind, place] = _Again(function, given, drawn)
+        return tuple(each.detach() for each in results)
+
+    def run_again(self, kind: str, place: Place, given: Tensors | None = None) -> Tensors:
+        """Run a piece again, now with its graph. given: inputs, where they have been recomputed."""
+        assert self._random is not None
+        run = self._again.pop((kind, place))
+        inputs = run.inputs if given is None else given
+        if run.random is None:
+            return self._recorded(kind, place, run.function, inputs)
+        return self._random.replayed(run.random, lambda: self._recorded(kind, place, run.function, inputs))
+
+    def backward(self, kind: str, place: Place, gradient: Tensor) -> list[Tensor | None]:
+        """Backward pass of a piece with one result: the gradients of its inputs."""
+        found: list[Tensor | None] = self._pieces.pop((kind, place)).backward([gradient])
+        return found
+
+    def _recorded(self, kind: str, place: Place, function: Callable[..., Tensors], given: Tensors) -> Tensors:
+        piece = self._pieces[kind, place] = Piece([self._leaves[place[0]], *self._more], False)
         results = function(*map(piece.input, given))
-        return tuple(piece.output(each, False) for each in results), piece
+        return tuple(piece.output(each, False) for each in results)
 
 
 def _taken(state: _State) -> Tensor:

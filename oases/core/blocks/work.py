@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oases.core.blocks.attention import EarlierKeys
 from oases.core.blocks.batch import CallInputs, SubBatches
-from oases.core.blocks.exchanges import ExchangeWork
+from oases.core.blocks.exchanges import Exchange, ExchangeWork
 from oases.core.blocks.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
 from oases.core.blocks.program import BlockProgram
 from oases.core.blocks.randomness import MethodName, Randomness
@@ -52,6 +52,7 @@ class BlockWork:
         self._whole = cut.tokens.size == 1
         """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
         both = list(zip(blocks, program.halved, strict=True))
+        self._blocks: Sequence[Any] = blocks
         self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
         self._traced = [block if hasattr(block, "_orig_mod") else None for block in blocks]
         """By block, the block where it is compiled."""
@@ -75,7 +76,7 @@ class BlockWork:
         self._g: dict[Place, Tensor] = {}
         self._grad_y: dict[Place, Tensor] = {}
         self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
-        self._exchanges = ExchangeWork(blocks, program.order, leaves, inputs, differentiable=differentiable)
+        self._exchanges = ExchangeWork(leaves, inputs.leaves, differentiable=differentiable)
         # State of the backward pass.
         self._partial_pieces: dict[Place, Piece] = {}
         self._joined_pieces: dict[Place, JoinedPiece] = {}
@@ -91,8 +92,9 @@ class BlockWork:
         """Implementation of each op, by `Step.key`."""
         return {
             "F": self._do_F, "C": self._do_C, "R": self._do_R, "RC": self._do_RC,
-            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D, "E": self._exchanges.do_E,
-            "BF": self._do_BF, "BE": self._exchanges.do_BE,
+            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D,
+            "E": self._do_E, "BF": self._do_BF,
+            "BE": self._do_BE,
             **{f"all_to_all {kind}": self._exchanges.send for kind in _OF_EXPERTS},
             **{f"wait {kind}": self._exchanges.wait for kind in _OF_EXPERTS},
             "wait F": self._wait_F, "wait R": self._wait_F, "wait B": self._wait_B,
@@ -183,7 +185,11 @@ class BlockWork:
     # --- a block up to its row-parallel matmul ---
 
     def _do_D(self, step: Step) -> None:  # noqa: N802
-        self._exchanges.do_D(step.place, self._h.pop(step.place))
+        exchange: Exchange = self._blocks[step.block].exchange(self._program.order, *self.inputs.values(*step.place))
+        self._exchanges.do_D(step.place, exchange, self._h.pop(step.place))
+
+    def _do_E(self, step: Step) -> None:  # noqa: N802
+        self._exchanges.do_E(step.place)
 
     def _do_F(self, step: Step) -> None:  # noqa: N802
         place = step.place
@@ -331,6 +337,9 @@ class BlockWork:
         if place not in self._program.apart:
             self._do_BC(step)
         self._exchanges.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
+
+    def _do_BE(self, step: Step) -> None:  # noqa: N802
+        self._exchanges.do_BE(step.place)
 
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place

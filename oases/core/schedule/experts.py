@@ -1,8 +1,8 @@
 """Schedules of mixture-of-experts blocks: expert compute, all-to-alls and replica transfers.
 
-N 0, E 0, N 1, E 1, ..., N n: n blocks of experts have n + 1 ops N, the last one after all experts. Tokens go
-all-to-all from N b to E b and from E b to N b + 1, their gradients the other way. Placement is decided before the
-step, so the parameters of replicas can be transferred under the compute of the previous block.
+D 0, E 0, F 0, D 1, ...: tokens go all-to-all from D b to E b and from E b to F b, their gradients the other way.
+Placement is decided before the step, so the parameters of replicas can be transferred under the compute of the
+previous block.
 Source: Pro-Prophet (arXiv 2411.10003), section on the block-wise scheduler, which names Trans and Agg.
 """
 
@@ -50,10 +50,10 @@ def blocking(num_blocks: int, recompute: bool = False) -> Schedule:
 
 
 def block_wise(num_blocks: int, recompute: bool = False) -> Schedule:
-    """Pro-Prophet's schedule: replicas of the next block are sent under N and E, their gradients under BE and BN.
+    """Pro-Prophet's schedule: replicas of the next block are sent under E, F and D, their gradients under BE to BF.
 
-    The paper hides the first part under E and the rest under N; here the parts are the two rounds, and the smaller
-    one, from the owner ranks, runs under N. The placement search of the next step runs under the dispatch
+    The paper hides the first part under E and the rest between experts; here the parts are the two rounds, and the
+    smaller one, from the owner ranks, runs there. The placement search of the next step runs under the dispatch
     all-to-all. Transfers never run beside an all-to-all, which would slow both down, unless no other op could hide
     them.
     """
@@ -61,14 +61,14 @@ def block_wise(num_blocks: int, recompute: bool = False) -> Schedule:
     def non_expert(b: int) -> Iterator[Op]:
         following = b + 1 < num_blocks
         yield from [Op("share", b + 1, 0)] if following else []
-        yield Op("N", b, 0)
+        yield from _between(b, num_blocks)
         yield from [_wait("share", 0), Op("join", 0, 0)] if b == 0 else []
         yield from [_wait("share", b + 1)] if following else []
 
     def forward() -> Iterator[Op]:
         yield from (Op("share", 0, 0), *non_expert(0))
         for b in range(num_blocks):
-            yield from (_sent("N", b), Op("P", b, 0), _wait("N", b), _wait("join", b))
+            yield from (_sent("D", b), Op("P", b, 0), _wait("D", b), _wait("join", b))
             yield from [Op("join", b + 1, 0)] if b + 1 < num_blocks else []
             yield from (Op("E", b, 0), _sent("E", b), _wait("E", b), *non_expert(b + 1))
 
@@ -106,11 +106,17 @@ def _nothing(block: int) -> Iterable[Op]:
     return ()
 
 
+def _between(b: int, num_blocks: int) -> Iterator[Op]:
+    """Forward pass between the experts of blocks b - 1 and b."""
+    yield from [Op("F", b - 1, 0)] if b else []
+    yield from [Op("D", b, 0)] if b < num_blocks else []
+
+
 def _forward(num_blocks: int, before_experts: _Insert) -> Iterator[Op]:
-    yield Op("N", 0, 0)
+    yield Op("D", 0, 0)
     for b in range(num_blocks):
-        yield from (_sent("N", b), Op("P", b, 0), _wait("N", b), *before_experts(b))
-        yield from (Op("E", b, 0), _sent("E", b), _wait("E", b), Op("N", b + 1, 0))
+        yield from (_sent("D", b), Op("P", b, 0), _wait("D", b), *before_experts(b))
+        yield from (Op("E", b, 0), _sent("E", b), _wait("E", b), *_between(b + 1, num_blocks))
 
 
 def _backward(
@@ -124,14 +130,16 @@ def _backward(
 ) -> Iterator[Op]:
     """Backward ops. Recomputation depends on no collective, so it hides the all-to-alls of the gradients."""
 
-    def recomputed(kind: Compute, b: int) -> list[Op]:
-        return [Op(kind, b, 0)] if recompute else []
+    def recomputed(*ops: tuple[Compute, int]) -> list[Op]:
+        return [Op(kind, b, 0) for kind, b in ops if recompute and b >= 0]
 
-    yield from (*recomputed("RN", num_blocks), Op("BN", num_blocks, 0))
+    last = num_blocks - 1
+    yield from (*recomputed(("R", last)), Op("BF", last, 0))
     for b in reversed(range(num_blocks)):
-        yield from (_sent("BN", b + 1), *recomputed("RE", b), _wait("BN", b + 1), *before_experts(b))
-        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *recomputed("RN", b), _wait("BE", b))
-        yield from (*before_non_experts(b), Op("BN", b, 0), *behind(b))
+        yield from (_sent("BF", b), *recomputed(("RE", b)), _wait("BF", b), *before_experts(b))
+        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *recomputed(("R", b - 1), ("RD", b)))
+        yield from (_wait("BE", b), *before_non_experts(b), Op("B", b, 0))
+        yield from (*([Op("BF", b - 1, 0)] if b else []), *behind(b))
 
 
 EXPERT_SCHEDULES: dict[str, Callable[[int, bool], Schedule]] = {

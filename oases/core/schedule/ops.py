@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 Unit = Literal["block", "experts", "stage"]
 """Unit of a schedule: tensor-parallel blocks, blocks of experts, or pipeline stages."""
-Compute = Literal["F", "C", "D", "R", "RC", "BC", "BF", "B", "W", "N", "E", "P", "RN", "RE", "BN", "BE"]
+Compute = Literal["F", "C", "D", "E", "P", "R", "RC", "RD", "RE", "BC", "BF", "BE", "B", "W"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Transfer = Literal["share", "join", "split", "return"]
 """Collectives that carry parameters or their gradients instead of an op's result."""
@@ -73,16 +73,29 @@ class OpKind:
 
 _SUM = ("all_reduce", "reduce_scatter")
 _ROWS = (
-    # --- tensor-parallel blocks, and passes of a model part on a pipeline stage ---
+    # --- compute of blocks, with and without experts, and passes of a model part on a pipeline stage ---
     OpKind(
         "F", "compute", False,
-        {"block": (Read("C", -1, True), Read("E", 0, True, "dispatched")), "stage": (Read("F", -1, True),)},
-        "a partial sum over the ranks; of a stage the activation or, of the last part, the loss", (*_SUM, "send"),
+        {
+            "block": (Read("C", -1, True), Read("E", 0, True, "dispatched")), "experts": (Read("E", 0, True),),
+            "stage": (Read("F", -1, True),),
+        },
+        "a partial sum over the ranks; of experts the next block's input; of a stage the activation or the loss",
+        (*_SUM, "send"),
         "forward of a block up to its row-parallel matmul; of one with a D, what follows its experts",
     ),
     OpKind(
-        "D", "compute", False, {"block": (Read("C", -1, True),)}, "tokens, by expert", ("all_to_all",),
-        "forward of a block up to its experts: the router",
+        "D", "compute", False, {"block": (Read("C", -1, True),), "experts": (Read("F", -1, True),)},
+        "tokens, by expert", ("all_to_all",), "forward of a block up to its experts: the router",
+    ),
+    OpKind(
+        "E", "compute", False,
+        {"experts": (Read("D", 0, True), Read("join", 0, True, "copied")), "block": (Read("D", 0, True),)},
+        "the experts' outputs", ("all_to_all",), "this rank's experts",
+    ),
+    OpKind(
+        "P", "compute", False, {"experts": (Read("D"),)}, "the next step's placement", (),
+        "search for the next step's placement of experts",
     ),
     OpKind(
         "C", "compute", False, {"block": (Read("F", 0, True),)},
@@ -91,8 +104,8 @@ _ROWS = (
     ),
     OpKind(
         "R", "compute", True,
-        {"block": (Read("F"), Read("RC", -1, True, "remade")), "stage": (Read("F"),)},
-        "what B needs of F; if a collective carries it, the partial sum, too", _SUM,
+        {"block": (Read("F"), Read("RC", -1, True, "remade")), "experts": (Read("F"),), "stage": (Read("F"),)},
+        "what B, or BF, needs of F; if a collective carries it, the partial sum, too", _SUM,
         "recomputes F; without the row-parallel matmul unless a collective carries the result",
     ),
     OpKind(
@@ -100,8 +113,32 @@ _ROWS = (
         "recomputes C from the sum of R's results",
     ),
     OpKind(
+        "RD", "compute", True, {"experts": (Read("D"), Read("R", -1, when="listed"))}, "what B needs of D", (),
+        "recomputes D from the result of the R before it",
+    ),
+    OpKind("RE", "compute", True, {"experts": (Read("E"),)}, "what BE needs of E", (), "recomputes E"),
+    OpKind(
         "BC", "compute", True, {"block": (Read("RC|C"), Read("B", 1, True))}, "the gradient of the sum",
         ("all_gather",), "backward of C alone, where an op must run between it and the backward of F",
+    ),
+    OpKind(
+        "BF", "compute", True,
+        {
+            "block": (
+                Read("RC|C", when="together"), Read("B", 1, True, "together"), Read("BC", 0, True, "apart"),
+            ),
+            "experts": (Read("F"), Read("R", when="listed"), Read("B", 1, True)),
+        },
+        "gradients of the experts' outputs", ("all_to_all",),
+        "backward of what follows the experts of a block with a D, and of C unless a BC did it",
+    ),
+    OpKind(
+        "BE", "compute", True,
+        {
+            "experts": (Read("E"), Read("RE", when="listed"), Read("BF", 0, True)),
+            "block": (Read("BF", 0, True),),
+        },
+        "gradients of the tokens, and of this rank's experts", ("all_to_all",), "backward of E",
     ),
     OpKind(
         "B", "compute", True,
@@ -110,45 +147,15 @@ _ROWS = (
                 Read("RC|C", when="together"), Read("R", when="listed"), Read("B", 1, True, "together"),
                 Read("BC", 0, True, "apart"), Read("BE", 0, True, "dispatched"),
             ),
+            "experts": (Read("D"), Read("RD", when="listed"), Read("BE", 0, True)),
             "stage": (Read("F"), Read("R", when="listed"), Read("B", 1, True)),
         },
         "the gradient of the input, of a block a partial sum; weight gradients, if the list holds no W",
         (*_SUM, "send"), "backward of F, and of C unless a BC did it; of a block with a D, backward of that",
     ),
     OpKind(
-        "BF", "compute", True,
-        {"block": (Read("RC|C", when="together"), Read("B", 1, True, "together"), Read("BC", 0, True, "apart"))},
-        "gradients of the experts' outputs", ("all_to_all",),
-        "backward of what follows the experts of a block with a D, and of C unless a BC did it",
-    ),
-    OpKind(
         "W", "compute", True, {"block": (Read("B"),), "stage": (Read("B"),)}, "weight gradients", (),
         "weight gradients that B deferred",
-    ),
-    # --- blocks of experts ---
-    OpKind(
-        "N", "compute", False, {"experts": (Read("E", -1, True),)}, "tokens, by expert", ("all_to_all",),
-        "layers between the previous block's experts and this one's, with the router",
-    ),
-    OpKind(
-        "P", "compute", False, {"experts": (Read("N"),)}, "the next step's placement", (),
-        "search for the next step's placement of experts",
-    ),
-    OpKind(
-        "E", "compute", False,
-        {"experts": (Read("N", 0, True), Read("join", 0, True, "copied")), "block": (Read("D", 0, True),)},
-        "the experts' outputs", ("all_to_all",), "this rank's experts",
-    ),
-    OpKind("RN", "compute", True, {"experts": (Read("N"),)}, "what BN needs of N", (), "recomputes N"),
-    OpKind("RE", "compute", True, {"experts": (Read("E"),)}, "what BE needs of E", (), "recomputes E"),
-    OpKind(
-        "BN", "compute", True, {"experts": (Read("N"), Read("BE", 0, True), Read("RN", when="listed"))},
-        "gradients of the previous block's outputs", ("all_to_all",), "backward of N",
-    ),
-    OpKind(
-        "BE", "compute", True,
-        {"experts": (Read("E"), Read("BN", 1, True), Read("RE", when="listed")), "block": (Read("BF", 0, True),)},
-        "gradients of the tokens, and of this rank's experts", ("all_to_all",), "backward of E",
     ),
     # --- collectives and messages ---
     OpKind(

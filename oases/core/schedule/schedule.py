@@ -17,7 +17,7 @@ Placement = Literal["loop", "v"]
 """Placement of model parts on pipeline stages, see `stage_of`."""
 Lane = Literal["to the next stage", "to the stage before", ""]
 """Lane of messages between stages; "" for none."""
-_AGAIN = ("R", "RC", "RN", "RE")
+_AGAIN = ("R", "RC", "RD", "RE")
 
 
 def stage_of(part: int, num_stages: int, placement: Placement) -> int:
@@ -48,7 +48,7 @@ class Schedule:
         block       tensor-parallel blocks. along: the dimension that sub-batches split, batch or sequence (if a
                     batch is too small). In the latter case the blocks in `joint` need every token at once:
                     their F, R, B and W run once, as sub-batch 0, for all sub-batches.
-        experts     blocks of experts and the layers between them: N 0, E 0, N 1, ..., N n
+        experts     blocks of experts with the layers before and after them, D 0, E 0, F 0, D 1, ...; no sums
         stage       a pipeline: `num_blocks` model parts, each on the stage that `placement` says; sub-batches are
                     micro-batches. Ops are sorted by stage. Between parts of one stage there are no messages.
     recompute: blocks that the backward pass recomputes: "none", "some" or "full".
@@ -75,13 +75,13 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[str, int, int]]:
-        """(kind, block, sub-batch) of every R, RC, RN and RE."""
+        """(kind, block, sub-batch) of every R, RC, RD and RE."""
         return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in _AGAIN)
 
     @cached_property
     def recomputed_blocks(self) -> frozenset[int]:
         """Blocks that the backward pass recomputes."""
-        return frozenset(block for kind, block, _ in self.recomputed if kind in ("R", "RE"))
+        return frozenset(block for kind, block, _ in self.recomputed if kind == "R")
 
     @cached_property
     def extent(self) -> Extent:
@@ -89,7 +89,7 @@ class Schedule:
         if self.unit == "stage":
             found, whole = len(self.recomputed), self.num_blocks * self.num_sub_batches
         elif self.unit == "experts":
-            found, whole = len(self.recomputed), 2 * self.num_blocks + 1
+            found, whole = len(self.recomputed), 3 * self.num_blocks
         else:
             found, whole = len(self.recomputed_blocks), self.num_blocks
         return "none" if not found else "full" if found == whole else "some"

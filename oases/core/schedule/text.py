@@ -143,6 +143,13 @@ def _parse_op(line: str, number: int, unit: Unit, kinds: tuple[str, ...]) -> Op:
         return words[index]
 
     kind, column = words[0]
+    if unit == "experts" and kind in ("N", "RN", "BN"):
+        raise ScheduleSyntaxError(
+            f"{kind} of older lists is two ops now, of F in a block and of D in the next one; oases simulate "
+            "--schedule NAME --json FILE writes a new list",
+            number,
+            column,
+        )
     if kind not in kinds:
         raise ScheduleSyntaxError(f"unknown op {short(kind)}; known are {', '.join(kinds)}", number, column)
     of = None

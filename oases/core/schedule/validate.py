@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from oases.core.schedule.ops import OPS, STARTS, TRANSFERS, Compute, Kind, Op, ScheduleError, Transfer, Unit, crossing
+from oases.core.schedule.ops import (
+    OPS,
+    STARTS,
+    TRANSFERS,
+    Compute,
+    Kind,
+    Op,
+    Read,
+    ScheduleError,
+    Transfer,
+    Unit,
+    crossing,
+)
 from oases.core.schedule.schedule import Schedule
 
 _ONCE: tuple[str, ...] = ("F", "R", "B", "W")
 """Ops that a joint block runs once for all sub-batches."""
-_BEHIND = ("N", "RN", "BN")
-"""Ops of which there is one more than blocks of experts."""
 SORTS: dict[Unit, str] = {
     "block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "pipeline stages",
 }  # fmt: skip
 """Names of the units in error messages."""
 _PARTIAL = frozenset({"F", "R", "B"})
-_OF_EXPERTS = frozenset({"N", "D", "E", "BN", "BF", "BE"})
+_OF_EXPERTS = frozenset({"D", "E", "BF", "BE"})
 """Ops whose results an all-to-all carries."""
 _SUMS = "the result of {of} is complete; only F, R and B leave partial sums"
 _MESSAGES = "only the results of F and B go to another stage"
@@ -25,7 +35,7 @@ _CARRIES = {
     "all_reduce": _SUMS,
     "reduce_scatter": _SUMS,
     "all_gather": "only C, RC and BC leave sequence shards to gather",
-    "all_to_all": "only N, D, E, BN, BF and BE produce tokens or their gradients",
+    "all_to_all": "only D, E, BF and BE produce tokens or their gradients",
     "send": _MESSAGES,
     "receive": _MESSAGES,
 }
@@ -40,7 +50,7 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
     kind, b, s, _ = op
     found: list[Op] = []
     for read in OPS[kind].reads[schedule.unit]:
-        if read.when and not _holds(read.when, read.kind, b, s, schedule):
+        if read.when and not _holds(read, b, s, schedule):
             continue
         if read.kind == "of":
             found.append(_made_by(op.carried, schedule))
@@ -49,7 +59,7 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
         elif not read.arrived:
             source = "RC" if read.kind == "RC|C" and ("RC", b, s) in schedule.recomputed else read.kind
             found.append(Op("C" if source == "RC|C" else source, b + read.block, s))  # type: ignore[arg-type]
-        elif 0 <= b + read.block < _count(read.kind, schedule):
+        elif 0 <= b + read.block < schedule.num_blocks:
             if schedule.unit == "stage":
                 sender = b + read.block
                 together = schedule.stage_of(sender) == schedule.stage_of(b)
@@ -62,9 +72,10 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
     return found
 
 
-def _holds(when: str, kind: str, b: int, s: int, schedule: Schedule) -> bool:
+def _holds(read: Read, b: int, s: int, schedule: Schedule) -> bool:
+    when = read.when
     if when == "listed":
-        return (kind, b, s) in schedule.recomputed
+        return (read.kind, b + read.block, s) in schedule.recomputed
     if when == "remade":
         return (b, s) in schedule.remade_inputs
     if when == "copied":
@@ -77,12 +88,9 @@ def _holds(when: str, kind: str, b: int, s: int, schedule: Schedule) -> bool:
 
 def _arrival(kind: str, b: int, s: int, schedule: Schedule) -> Op:
     """Op after which a result can be read: the wait for the collective that carries it, if there is one."""
-    carried = kind in _OF_EXPERTS or kind in _PARTIAL or schedule.unit == "experts" or schedule.sequence_parallel
+    partial = kind in _PARTIAL and schedule.unit == "block"
+    carried = kind in _OF_EXPERTS or kind in TRANSFERS or partial or schedule.sequence_parallel
     return Op("wait", b, s, kind) if carried else Op(kind, b, s)  # type: ignore[arg-type]
-
-
-def _count(kind: str, schedule: Schedule) -> int:
-    return schedule.num_blocks + (schedule.unit == "experts" and kind in _BEHIND)
 
 
 def _start_of(wait: Op) -> Op:
@@ -105,13 +113,10 @@ def required(schedule: Schedule) -> Iterator[Op]:
         yield from (Op(kind, b, s) for b, s in places for kind in kinds)
         return
     if schedule.unit == "experts":
-        n, recomputed = schedule.num_blocks, schedule.recompute == "full"
-        both: list[Compute] = ["N", "BN", *(["RN"] if recomputed else [])]  # type: ignore[list-item]
-        yield from (Op(kind, b, 0) for kind in both for b in range(n + 1))
-        both = ["E", "P", "BE", *(["RE"] if recomputed else [])]  # type: ignore[list-item]
-        yield from (Op(kind, b, 0) for kind in both for b in range(n))
+        kinds = ("D", "E", "P", "F", "BF", "BE", "B", *(("RD", "RE", "R") if schedule.recompute == "full" else ()))
+        yield from (Op(kind, b, 0) for kind in kinds for b in range(schedule.num_blocks))
         moved: tuple[Transfer, ...] = ("join", "return") if schedule.copies else ()
-        yield from (Op("wait", b, 0, kind) for kind in moved for b in range(n))
+        yield from (Op("wait", b, 0, kind) for kind in moved for b in range(schedule.num_blocks))
         return
     gathered = schedule.sequence_parallel
     reduce: Kind = "reduce_scatter" if gathered else "all_reduce"
@@ -202,7 +207,7 @@ def _require_recompute_as_said(schedule: Schedule) -> None:
         return
     if schedule.unit == "block" and not schedule.backward:
         return
-    kind = "RN and RE" if schedule.unit == "experts" else "R"
+    kind = "R, RD and RE" if schedule.unit == "experts" else "R"
     found, whole, what = len(schedule.recomputed_blocks), schedule.num_blocks, "blocks"
     if schedule.unit == "stage":
         found, whole, what = len(schedule.recomputed), whole * schedule.num_sub_batches, "passes"
@@ -217,7 +222,7 @@ def _require_possible(op: Op, line: int, schedule: Schedule, done: dict[Op, int]
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
     if schedule.unit not in OPS[op.kind].reads:
         raise ScheduleError(f"op {line} ({op}): {op.kind} is not an op of {SORTS[schedule.unit]}", line)
-    if not (0 <= op.block < _count(op.of or op.kind, schedule) and 0 <= op.sub_batch < schedule.num_sub_batches):
+    if not (0 <= op.block < schedule.num_blocks and 0 <= op.sub_batch < schedule.num_sub_batches):
         sizes = {
             "block": f"{schedule.num_blocks} blocks and {schedule.num_sub_batches} sub-batches",
             "experts": f"{schedule.num_blocks} blocks of experts and 1 sub-batch",
@@ -265,8 +270,6 @@ def _require_meaning(op: Op, line: int, schedule: Schedule) -> None:
     carrier = "send" if kind == "receive" else kind
     if kind != "wait" and carrier not in OPS[of].carried_by:
         raise ScheduleError(f"{where}: {_CARRIES[kind].format(of=of)}", line)
-    if kind == "all_to_all" and (of, op.block) in (("N", schedule.num_blocks), ("BN", 0)):
-        raise ScheduleError(f"{where}: no experts follow {op.carried}, so its result has no destination", line)
     if kind == "all_reduce" and schedule.sequence_parallel:
         raise ScheduleError(
             f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter", line

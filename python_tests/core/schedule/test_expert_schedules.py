@@ -14,6 +14,7 @@ from oases.core.schedule import (
     parse_schedule,
     validate,
 )
+from oases.core.schedule.ops import OPS
 
 CASES = list(itertools.product(EXPERT_SCHEDULES, (1, 2, 5), (False, True)))
 
@@ -21,9 +22,9 @@ CASES = list(itertools.product(EXPERT_SCHEDULES, (1, 2, 5), (False, True)))
 @pytest.mark.parametrize(("name", "blocks", "recompute"), CASES)
 def test_a_list_is_whole(name, blocks, recompute):
     schedule = generate_experts(name, blocks, recompute)
-    counts = {kind: sum(op.kind == kind for op in schedule) for kind in ("N", "E", "BN", "BE", "RN", "RE", "P")}
-    again = {"RN": (blocks + 1) * recompute, "RE": blocks * recompute}
-    assert counts == {"N": blocks + 1, "E": blocks, "BN": blocks + 1, "BE": blocks, "P": blocks, **again}
+    kinds = ("D", "E", "F", "P", "B", "BE", "BF", "RD", "RE", "R")
+    counts = {kind: sum(op.kind == kind for op in schedule) for kind in kinds}
+    assert counts == {kind: blocks * (recompute or not kind.startswith("R")) for kind in kinds}
     sent = [op for op in schedule.collectives if op.kind == "all_to_all"]
     assert len(sent) == 4 * blocks, "there and back, twice"
     copies = [op.kind for op in schedule.collectives if op.kind != "all_to_all"]
@@ -39,18 +40,20 @@ def between(schedule, start):
     ops = list(schedule)
     begin = ops.index(start)
     end = next(at for at, op in enumerate(ops) if op.kind == "wait" and schedule.starts[op.carried] == start)
-    return [str(op) for op in ops[begin:end] if op.kind in ("N", "E", "BN", "BE", "RN", "RE", "P")]
+    return [str(op) for op in ops[begin:end] if OPS[op.kind].stream == "compute"]
 
 
 def test_transfers_are_where_the_paper_has_them():
     schedule = generate_experts("block_wise", 4)
     for b in (1, 2, 3):
-        assert between(schedule, Op("share", b, 0)) == [f"N {b - 1}.0"]
+        before = [f"F {b - 2}.0"] if b > 1 else []
+        assert between(schedule, Op("share", b, 0)) == [*before, f"D {b - 1}.0"]
         assert between(schedule, Op("join", b, 0))[0] == f"E {b - 1}.0"
         assert between(schedule, Op("split", b, 0)) == [f"BE {b - 1}.0"]
-        assert between(schedule, Op("return", b, 0)) == [f"BN {b - 1}.0"]
+        below = [f"BF {b - 2}.0"] if b > 1 else []
+        assert between(schedule, Op("return", b, 0)) == [f"B {b - 1}.0", *below]
     for b in range(4):
-        assert between(schedule, Op("all_to_all", b, 0, "N")) == [f"P {b}.0"]
+        assert between(schedule, Op("all_to_all", b, 0, "D")) == [f"P {b}.0"]
     blocking = generate_experts("blocking", 4)
     for b, kind in itertools.product(range(4), ("share", "join", "split", "return")):
         assert between(blocking, Op(kind, b, 0)) == []
@@ -60,8 +63,9 @@ def test_transfers_are_where_the_paper_has_them():
 def test_what_is_computed_again_hides_the_gradients_ways(name):
     schedule = generate_experts(name, 3, True)
     for b in range(3):
-        assert between(schedule, Op("all_to_all", b + 1, 0, "BN")) == [f"RE {b}.0"]
-        assert between(schedule, Op("all_to_all", b, 0, "BE")) == [f"RN {b}.0"]
+        assert between(schedule, Op("all_to_all", b, 0, "BF")) == [f"RE {b}.0"]
+        below = [f"R {b - 1}.0"] if b else []
+        assert between(schedule, Op("all_to_all", b, 0, "BE")) == [*below, f"RD {b}.0"]
 
 
 @pytest.mark.parametrize("name", EXPERT_SCHEDULES)
@@ -76,7 +80,7 @@ def test_no_op_can_be_left_out_or_come_too_early(name):
             validate(replace(schedule, ops=rest))
         with pytest.raises(ScheduleError, match="duplicate of op"):
             validate(replace(schedule, ops=(*schedule.ops, op)))
-    with pytest.raises(ScheduleError, match=r"op 1 \(E 0\.0\): its input is missing; 'wait N 0\.0'"):
+    with pytest.raises(ScheduleError, match=r"op 1 \(E 0\.0\): its input is missing; 'wait D 0\.0'"):
         validate(replace(schedule, ops=(Op("E", 0, 0), *schedule.ops)))
     with pytest.raises(ScheduleError, match="2 blocks of experts"):
         validate(replace(schedule, ops=(Op("E", 2, 0), *schedule.ops)))

@@ -39,7 +39,7 @@ def test_types_and_sets_agree_with_the_table():
     everything = {*COMPUTE, *STARTS, *get_args(Message), "wait"}
     assert everything == set(OPS)
     assert {name for part in get_args(Kind) for name in get_args(part) or (part,)} == everything
-    assert {"R", "RC", "BC", "BF", "B", "W", "RE", "RN", "BE", "BN", "split", "return"} == BACKWARD
+    assert {"R", "RC", "RD", "RE", "BC", "BF", "BE", "B", "W", "split", "return"} == BACKWARD
     for name, row in OPS.items():
         assert row.name == name
         assert row.about
@@ -169,7 +169,7 @@ def run_experts(schedule):  # noqa: C901
     for op in schedule:
         kind, b, _, of = op
         done_once(done, op)
-        if (of or kind) in ("RN", "RE", "BN", "BE", "split", "return"):
+        if (of or kind) in ("R", "RD", "RE", "B", "BF", "BE", "split", "return"):
             backward = True
         elif backward:
             raise StuckError("the loss")
@@ -177,8 +177,6 @@ def run_experts(schedule):  # noqa: C901
             take(flying, of, b)
             held["arrived", of, b] = 1
         elif kind == "all_to_all":
-            if (of, b) in (("N", n), ("BN", 0)):
-                raise StuckError(op)
             flying[of, b] = read(held, of, b)
         elif kind in ("share", "join", "split", "return"):
             before = {"join": ("arrived", "share", b), "split": ("BE", b), "return": ("arrived", "split", b)}
@@ -186,25 +184,18 @@ def run_experts(schedule):  # noqa: C901
                 read(held, *before[kind])
             flying[kind, b] = 1
         else:
-            if kind == "N" and b:
-                read(held, "arrived", "E", b - 1)
-            elif kind == "E":
-                read(held, "arrived", "N", b)
-                if copies:
-                    read(held, "arrived", "join", b)
-            elif kind in ("P", "RN", "RE"):
-                read(held, {"P": "N", "RN": "N", "RE": "E"}[kind], b)
-            elif kind == "BN":
-                read(held, "RN" if again else "N", b)
-                if b < n:
-                    read(held, "arrived", "BE", b)
-            elif kind == "BE":
-                read(held, "RE" if again else "E", b)
-                read(held, "arrived", "BN", b + 1)
+            of_d, of_e, of_f = ("RD", "RE", "R") if again else ("D", "E", "F")
+            reads = {
+                "D": [("F", b - 1)] * (b > 0), "E": [("arrived", "D", b), *[("arrived", "join", b)] * copies],
+                "F": [("arrived", "E", b)], "P": [("D", b)], "R": [("F", b)], "RE": [("E", b)],
+                "RD": [("D", b), *[("R", b - 1)] * (b > 0)], "BF": [(of_f, b), *[("B", b + 1)] * (b + 1 < n)],
+                "BE": [(of_e, b), ("arrived", "BF", b)], "B": [(of_d, b), ("arrived", "BE", b)],
+            }  # fmt: skip
+            for each in reads[kind]:
+                read(held, *each)
             held[kind, b] = 1
-    for b in range(n + 1):
-        read(held, "BN", b)
     for b in range(n):
+        read(held, "B", b)
         read(held, "P", b)
         if copies:
             read(held, "arrived", "return", b)
