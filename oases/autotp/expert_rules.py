@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from oases.autotp.balanced import balanced_experts
 from oases.autotp.experts import ExpertCollection, ExpertMlp, original_module
-from oases.autotp.splitter import Splitter, Value, args_of, rule
+from oases.autotp.op_table import args_of
+from oases.autotp.splitter import Splitter, Value, rule
 from oases.moe.dispatch import by_expert, by_token
 
 

@@ -1,81 +1,30 @@
-"""Sharding rules of element-wise functions, linears and attention."""
+"""Sharding rules of ops that the op table has no letters for, or that do more along a sharded dimension.
+
+Linear functions of partial sums; linears and attention; sizes and ends that become the rank's.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from oases.autotp.export import UnsplittableError
-from oases.autotp.shapes import copies_of
-from oases.autotp.splitter import Split, Splitter, Value, args_of, name_of, rule
+from oases.autotp.op_table import ELEMENT_WISE, args_of, dims_of, keyword, name_of, tensors
+from oases.autotp.shapes import Copied, Split, copies_of, pieces, viewed
+from oases.autotp.splitter import Splitter, Value, rule
 
 _SAME = ("neg", "contiguous", "clone", "alias", "detach", "to", "_to_copy", "type_as")
 """Linear functions of one tensor (type_as reads another's type)."""
 
 
-ELEMENT_WISE = (
-    *(
-        "mul",
-        "div",
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "pow",
-        "where",
-        "masked_fill",
-        "silu",
-        "softplus",
-        "relu6",
-        "hardtanh",
-    ),
-    *("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "full_like", "zeros_like", "ones_like"),
-)
-"""Ops besides those that torch tags as pointwise."""
-
-OVER_DIMENSIONS = (
-    *("sum", "mean", "amax", "amin", "var", "norm", "linalg_vector_norm", "argmax", "topk", "sort"),
-    *("softmax", "_softmax", "log_softmax", "logsumexp", "cumsum"),
-)
-
-
-def tensors(node: fx.Node) -> list[fx.Node]:
-    """The arguments that are tensors, each once."""
-    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
-
-
 @rule(*ELEMENT_WISE)
 def element_wise(s: Splitter, node: fx.Node) -> Value:
-    """Element-wise: sharded inputs must be sharded alike; replicated ones are sliced or broadcast."""
-    found = tensors(node)
-    if any(s.value(each).partial for each in found):
-        value = _of_partial(s, node)
-        if value is not None:
-            return value
-    splits = {Split(at, v.split.segments) for each in found if (v := s.value(each)).split is not None
-              for at in [v.split.dim + len(s.shape(node)) - len(s.shape(each))]}  # fmt: skip
-    if not splits:
-        return Value(s.copy(node))
-    if len(splits) > 1:
-        raise UnsplittableError(f"{node.target} combines tensors sharded along {splits}")
-    (split,) = splits
-    return s.split(s.copy(node, aligned(s, found, split, len(s.shape(node)))), split.dim, split.segments)
-
-
-def aligned(s: Splitter, found: list[fx.Node], split: Split, dims: int) -> dict[fx.Node, fx.Node]:
-    """Each input's node on this rank, where the result, of `dims` dimensions, is sharded by `split`."""
-    given = {}
-    for each in found:
-        if s.value(each).split is not None:
-            given[each] = s.value(each).node
-            continue
-        shape = s.shape(each)
-        at = split.dim - (dims - len(shape))
-        broadcast = at < 0 or shape[at] == 1
-        given[each] = s.entered(each) if broadcast else s.part(each, at, split.segments)
-    return given
+    """Element-wise; linear in partial values."""
+    partial = any(s.value(each).partial for each in tensors(node))
+    return (_of_partial(s, node) if partial else None) or s.mapped(node)
 
 
 def _of_partial(s: Splitter, node: fx.Node) -> Value | None:
@@ -141,33 +90,13 @@ def dropout(s: Splitter, node: fx.Node) -> Value:
     return Value(s.call(s.dropout, (value.node, p, cut), node), value.split)
 
 
-@rule("linear")
+@rule("linear", "addmm", "mm", "matmul")
 def linear(s: Splitter, node: fx.Node) -> Value:
     """Linear: column-parallel where chosen; row-parallel where its input is sharded along the features."""
-    x, weight, *rest = args_of(node)
-    return _linear(s, node, x, weight, rest[0] if rest else None, transposed=False)
-
-
-@rule("addmm")
-def addmm(s: Splitter, node: fx.Node) -> Value:
-    """`bias + x @ weight`, as in GPT-2."""
-    bias, x, weight, *_ = args_of(node)
-    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")) or not s.is_parameter(weight):
-        return batched(s, node) if s.value(x).split is not None else Value(s.copy(node))
-    return _linear(s, node, x, weight, bias, transposed=True)
-
-
-@rule("mm", "matmul")
-def matmul(s: Splitter, node: fx.Node) -> Value:
-    """`x @ weight` with a parameter; else a batched matmul."""
-    x, weight = args_of(node)
-    if s.is_parameter(weight) and len(s.shape(weight)) == 2:
-        return _linear(s, node, x, weight, None, transposed=True)
-    return batched(s, node)
-
-
-def _linear(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Value:
-    """x times a weight [out, in], or [in, out] if transposed."""
+    x, weight, bias, transposed = linear_operands(node)
+    scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+    if transposed and (scaled or not s.is_parameter(weight) or len(s.shape(weight)) != 2):
+        return s.mapped(node)
     outputs, inputs = (1, 0) if transposed else (0, 1)
     last = len(s.shape(x)) - 1
     if node in s.columns:
@@ -196,21 +125,6 @@ def _linear(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, trans
 
 def _named(s: Splitter, weight: Any) -> str:
     return s.exported.parameters.get(getattr(weight, "name", ""), str(weight))
-
-
-@rule("bmm", "baddbmm", "linalg_solve_triangular")
-def batched(s: Splitter, node: fx.Node) -> Value:
-    """Matmul over the last two dimensions, or a solve in them, sharded along an earlier one."""
-    found = tensors(node)
-    dims = len(s.shape(node))
-    splits = {Split(v.split.dim + dims - len(s.shape(each)), v.split.segments)
-              for each in found if (v := s.value(each)).split is not None}  # fmt: skip
-    if not splits:
-        return Value(s.copy(node))
-    split = next(iter(splits))
-    if len(splits) > 1 or split.dim >= dims - 2:
-        raise UnsplittableError(f"{node.target} multiplies tensors sharded along {splits}")
-    return s.split(s.copy(node, aligned(s, found, split, dims)), split.dim, split.segments)
 
 
 @rule("scaled_dot_product_attention")
@@ -242,42 +156,175 @@ def attention(s: Splitter, node: fx.Node) -> Value:
     return s.split(s.copy(node, given), heads, first.segments)
 
 
-@rule("layer_norm", "rms_norm", "_fused_rms_norm", "group_norm")
-def norm(s: Splitter, node: fx.Node) -> Value:
-    """Norm over the last dimensions, which must not be sharded."""
+@rule("sum", "mean")
+def summed(s: Splitter, node: fx.Node) -> Value:
+    """Sum or mean; along the sharded dimension it becomes partial, where this is asked for."""
     x = args_of(node)[0]
+    split, dims = s.value(x).split, dims_of(node)
+    if split is None or not s.sums or split.copies > 1 or dims is None or len(args_of(node)) < 2:
+        return s.mapped(node)
+    if dims.given[0][1][split.dim] not in dims.along:
+        return s.mapped(node)
+    total = s.copy(node, {x: s.value(x).node})
+    if name_of(node) == "mean":
+        total = s.call(torch.ops.aten.div.Scalar, (total, s.ranks), node)
+    return Value(total, None, True)
+
+
+@rule("view", "reshape", "_unsafe_view", "unflatten", "flatten")
+def view(s: Splitter, node: fx.Node) -> Value:
+    """View of the same elements; its sizes become the rank's."""
+    x = args_of(node)[0]
+    value, before, after = s.value(x), s.shape(x), s.shape(node)
+    if value.split is None and not value.partial:
+        return Value(s.copy(node))
+    if value.split is None:
+        if before[-1] != after[-1] or any(len(shape_of_addend(each)) > 1 for each in value.addends):
+            return Value(s.copy(node))
+        return Value(_with_first(s, node, value.node), None, True, value.addends)
+    if value.split.copies > 1:
+        return _view_of_copies(s, node, value.node, value.split)
+    found = viewed(before, after, value.split.dim, value.split.segments)
+    if found is None:
+        raise UnsplittableError(
+            f"{node}: a view from {before} to {after} mixes the sharded dimension {value.split.dim}"
+        )
+    dim, segments = found
+    sizes, at = args_of(node)[1], dim
+    if name_of(node) == "flatten":
+        return s.split(_with_first(s, node, value.node), dim, segments)
+    if name_of(node) == "unflatten":
+        sizes, at = args_of(node)[2], dim - int(args_of(node)[1]) % len(before)
+    sizes = list(fx.map_arg(list(sizes), s.whole))
+    if 0 <= at < len(sizes) and sizes[at] != -1:
+        sizes[at] = _local(s, sizes[at])
+    args = (value.node, sizes) if name_of(node) != "unflatten" else (value.node, args_of(node)[1], sizes)
+    return s.split(s.emit(node, args), dim, segments)
+
+
+def _view_of_copies(s: Splitter, node: fx.Node, x: fx.Node, split: Split) -> Value:
+    """View of heads that are on several ranks each; of one that repeats keys, each rank takes its queries'."""
+    before, after, copies = list(s.shape(args_of(node)[0])), s.shape(node), split.copies
+    length, before[split.dim] = before[split.dim], before[split.dim] * copies
+    for dim, size in enumerate(after):
+        found = viewed(tuple(before), (*after[:dim], size * copies, *after[dim + 1 :]), split.dim, split.segments)
+        inside = size > 1 and prod(after[:dim]) == prod(before[: split.dim])  # there are several heads
+        if not inside or found is None or found[0] != dim or name_of(node) == "unflatten":
+            continue
+        if name_of(node) == "flatten":
+            made = _with_first(s, node, x)
+        else:
+            sizes = list(fx.map_arg(list(args_of(node)[1]), s.whole))
+            sizes[dim] = s.local(size * copies)
+            made = s.emit(node, (x, sizes))
+        segments = Copied(found[1], copies)
+        value = s.split(made, dim, segments)
+        return s.own(value.node, dim, segments) if size > length else value
+    raise UnsplittableError(
+        f"{node}: a view from {s.shape(args_of(node)[0])} to {after} mixes heads on several ranks"
+    )
+
+
+def shape_of_addend(addend: fx.Node) -> tuple[int, ...]:
+    """Shape of a pending addend of a partial value."""
+    return tuple(addend.meta["like"].meta["val"].shape)
+
+
+def _local(s: Splitter, size: Any) -> Any:
+    if isinstance(size, int):
+        return s.local(size)
+    return size if s.ranks == 1 else s.graph.call_function(_divided, (size, s.ranks))
+
+
+def _divided(size: int, ranks: int) -> int:
+    return size // ranks
+
+
+def _with_first(s: Splitter, node: fx.Node, first: fx.Node) -> fx.Node:
+    """Call the op with another first argument."""
+    return s.emit(node, (first, *fx.map_arg(args_of(node)[1:], s.whole)), dict(fx.map_arg(node.kwargs, s.whole)))
+
+
+@rule("expand", "broadcast_to", "new_empty", "new_zeros")
+def sized(s: Splitter, node: fx.Node) -> Value:
+    """Expand, or make anew, as long as a tensor in its sharded dimension; the size there becomes the rank's."""
+    x, given = args_of(node)[:2]
     split = s.value(x).split
     if split is None:
         return Value(s.copy(node))
-    over = args_of(node)[1]
-    if name_of(node) == "group_norm" or split.dim >= len(s.shape(x)) - len(over):
-        raise UnsplittableError(f"{node.target} needs a replicated input")
-    given = {each: s.entered(each) for each in tensors(node) if each is not x}
-    return Value(s.copy(node, {**given, x: s.value(x).node}), split)
+    sizes = list(fx.map_arg(list(given), s.whole))
+    at = split.dim + len(sizes) - len(s.shape(x))
+    if at < 0 or s.shape(node)[at] != s.shape(x)[split.dim]:
+        raise UnsplittableError(f"{node.target} of another shape than the sharded tensor {x}")
+    if sizes[at] != -1:
+        sizes[at] = _local(s, sizes[at] if split.copies == 1 else sizes[at] * split.copies)
+    made = s.emit(node, (s.value(x).node, sizes), dict(fx.map_arg(node.kwargs, s.whole)))
+    return s.split(made, at, split.segments)
 
 
-@rule(*OVER_DIMENSIONS)
-def over_dimensions(s: Splitter, node: fx.Node) -> Value:
-    """Reduction along dimensions that must not be sharded."""
+@rule("repeat_interleave")
+def repeated(s: Splitter, node: fx.Node) -> Value:
+    """repeat_interleave, also along the sharded dimension, as grouped-query attention uses it."""
+    x, times = args_of(node)[:2]
+    split, dim = s.value(x).split, args_of(node)[2] if len(args_of(node)) > 2 else keyword(node, "dim", None)
+    if split is None or not isinstance(times, int) or dim is None or dim % len(s.shape(x)) != split.dim:
+        return s.mapped(node)
+    segments = tuple(length * times for length in split.segments)
+    made = _with_first(s, node, s.value(x).node)
+    if split.copies == 1:
+        return s.split(made, split.dim, segments)
+    copied = Copied(segments, split.copies)
+    return s.own(s.split(made, split.dim, copied).node, split.dim, copied)
+
+
+@rule("slice")
+def sliced(s: Splitter, node: fx.Node) -> Value:
+    """Slice, along the sharded dimension at segment ends."""
     x = args_of(node)[0]
-    split = s.value(x).split
-    if split is None:
-        return Value(s.copy(node))
-    at = 2 if name_of(node) in ("linalg_vector_norm", "norm", "topk") else 1
-    given = args_of(node)[at] if len(args_of(node)) > at else None
-    dims = len(s.shape(x))
-    if given is None or name_of(node) in ("topk", "sort"):
-        raise UnsplittableError(f"{node.target} needs a replicated input")
-    over = {d % dims for d in (given if isinstance(given, (list, tuple)) else [given])}
-    if split.dim in over and s.sums and name_of(node) in ("sum", "mean") and split.copies == 1:
-        total = s.copy(node, {x: s.value(x).node})
-        if name_of(node) == "mean":
-            total = s.call(torch.ops.aten.div.Scalar, (total, s.ranks), node)
-        return Value(total, None, True)
-    if split.dim in over:
-        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
-    gone = len([d for d in over if d < split.dim]) if len(s.shape(node)) < dims else 0
-    return s.split(s.copy(node, {x: s.value(x).node}), split.dim - gone, split.segments)
+    dim, begin, end, step = args_of(node)[1:] + (0, None, None, 1)[len(args_of(node)) - 1 :]
+    split, shape = s.value(x).split, s.shape(x)
+    if split is None or dim % len(shape) != split.dim:
+        return s.mapped(node)
+    if step != 1 or isinstance(begin, fx.Node) or isinstance(end, fx.Node):
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension to a computed end, or in steps")
+    first, last, _ = slice(begin, end).indices(shape[split.dim])
+    inside = pieces(split.segments, [first, last - first, shape[split.dim] - last])
+    if inside is None:
+        raise UnsplittableError(f"{node.target} takes [{first}, {last}) of a tensor sharded in {split.segments}")
+    if not inside[1]:
+        raise UnsplittableError(f"{node.target} is empty along the sharded dimension")
+    return s.split(s.emit(node, (s.value(x).node, split.dim, s.local(first), s.local(last))), split.dim, inside[1])
+
+
+@rule("split", "split_with_sizes", "chunk", "tensor_split")
+def taken_apart(s: Splitter, node: fx.Node) -> Value:
+    """Split, along the sharded dimension at segment ends."""
+    x, _, *rest = args_of(node)
+    split, outputs = s.value(x).split, node.meta["val"]
+    dim = int(rest[0] if rest else keyword(node, "dim", 0)) % len(s.shape(x))
+    if split is None or dim != split.dim:
+        return s.mapped(node)
+    lengths = [int(output.shape[dim]) for output in outputs]
+    inside = pieces(split.segments, lengths)
+    if inside is None:
+        raise UnsplittableError(f"{node.target} into {lengths} of a tensor sharded in {split.segments}")
+    args = s.value(x).node, [s.local(n) for n in lengths], dim
+    made = s.call(torch.ops.aten.split_with_sizes.default, args, node)
+    return Value(made, several=tuple(Split(dim, segments) for segments in inside))
+
+
+@rule("cat", "concat", "concatenate")
+def joined(s: Splitter, node: fx.Node) -> Value:
+    """Concatenate; along the sharded dimension the segments follow one another."""
+    given, found = args_of(node)[0], tensors(node)
+    splits = {each: split for each in found if (split := s.value(each).split) is not None}
+    dim = int(args_of(node)[1] if len(args_of(node)) > 1 else keyword(node, "dim", 0)) % len(s.shape(node))
+    if {split.dim for split in splits.values()} != {dim}:
+        return s.mapped(node)
+    if len(splits) < len(found) or any(split.copies > 1 for split in splits.values()):
+        raise UnsplittableError(f"{node.target} joins sharded and replicated tensors")
+    segments = tuple(length for each in given for length in splits[each].segments)
+    return s.split(s.copy(node, {each: s.value(each).node for each in found}), dim, segments)
 
 
 @rule("_assert_tensor_metadata", "sym_size")

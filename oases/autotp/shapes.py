@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd, prod
 
 Segments = tuple[int, ...]
@@ -35,6 +36,19 @@ class Copied(tuple[int, ...]):
 def copies_of(segments: object) -> int:
     """Number of ranks that hold each part of a dimension."""
     return segments.copies if isinstance(segments, Copied) else 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Sharding along dimension `dim`, whose full length is the sum of the segments, or of one copy of them."""
+
+    dim: int
+    segments: Segments
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold each part."""
+        return copies_of(self.segments)
 
 
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:

@@ -42,9 +42,9 @@ from oases.autotp.module_snapshot import (
 )
 from oases.autotp.program import Program, shapes_of
 from oases.autotp.rules import is_linear, linear_operands
-from oases.autotp.shapes import Segments
+from oases.autotp.shapes import Segments, Split
 from oases.autotp.spec import ParallelSpec
-from oases.autotp.splitter import Split, Splitter
+from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
 from oases.core.blocks.sharding import Cut
 from oases.errors import UsageError

@@ -4,7 +4,8 @@ Every value is replicated (equal on all ranks, "whole"), sharded along one dimen
 over the ranks is the value). A column-parallel linear makes a sharded value of a replicated one; views, heads and
 element-wise functions keep it sharded; a linear that contracts the sharded dimension makes it partial (row-parallel).
 Linear functions keep partial values partial, and addends wait until the sum: two branches that are only added share
-one all-reduce. Ops without a rule raise UnsplittableError.
+one all-reduce. The op table tells where a sharded dimension goes; rules are for what it has no letters for. Ops that
+are in neither raise UnsplittableError.
 """
 
 from __future__ import annotations
@@ -17,21 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import Exported, UnsplittableError, shape_of
-from oases.autotp.shapes import Copied, Segments, copies_of
+from oases.autotp.op_table import args_of, follow, name_of
+from oases.autotp.shapes import Copied, Segments, Split, copies_of
 from oases.core.blocks.sharding import Cut
-
-
-@dataclass(frozen=True)
-class Split:
-    """Sharding along dimension `dim`, whose full length is the sum of the segments, or of one copy of them."""
-
-    dim: int
-    segments: Segments
-
-    @property
-    def copies(self) -> int:
-        """Number of ranks that hold each part."""
-        return copies_of(self.segments)
 
 
 @dataclass(frozen=True)
@@ -39,13 +28,14 @@ class Value:
     """Node of the rank's graph that a node of the layer's graph became.
 
     split: None for replicated and partial values. addends: replicated values to add once to a partial value, after
-    its sum.
+    its sum. several: splits of the results of an op that has several.
     """
 
     node: Any
     split: Split | None = None
     partial: bool = False
     addends: tuple[fx.Node, ...] = ()
+    several: tuple[Split, ...] = ()
 
 
 def reduce(partial: Tensor) -> Tensor:
@@ -78,7 +68,7 @@ def take_own(shard: Tensor, dim: int, copies: int, rank: int) -> Tensor:
 ABSENT = "this result is sharded over the ranks"
 """In place of a result of a layer that no rank has in full."""
 
-Rule = Callable[["Splitter", fx.Node], "Value | tuple[Value, ...]"]
+Rule = Callable[["Splitter", fx.Node], Value]
 R = TypeVar("R", bound=Rule)
 
 RULES: dict[str, Rule] = {}
@@ -93,22 +83,6 @@ def rule(*names: str) -> Callable[[R], R]:
         return function
 
     return register
-
-
-def name_of(node: fx.Node) -> str:
-    """`aten.add.Tensor` -> `add`."""
-    parts = str(node.target).split(".")
-    return parts[1] if parts[0] == "aten" and len(parts) > 1 else str(node.target)
-
-
-def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """Arguments of a node."""
-    return node.args
-
-
-def keyword(node: fx.Node, name: str, default: Any) -> Any:
-    """Keyword argument of a node."""
-    return node.kwargs.get(name, default)
 
 
 @dataclass
@@ -143,7 +117,7 @@ class Splitter:
     kept: list[Split | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._values: dict[fx.Node, Value | tuple[Value, ...]] = {}
+        self._values: dict[fx.Node, Value] = {}
         self._whole: set[str] = set()
         self._entered: dict[fx.Node, fx.Node] = {}
 
@@ -175,31 +149,45 @@ class Splitter:
             return self.whole(out) if split is None else self.value(out).node
         return ABSENT if place > 0 and split is not None else self.whole(out)
 
-    def _called(self, node: fx.Node) -> Value | tuple[Value, ...]:
-        name = name_of(node)
-        if "getitem" in name:
-            source, index = node.args
-            several = self._values.get(source)  # type: ignore[arg-type]
-            if isinstance(several, tuple):
-                return several[index]  # type: ignore[index]
-        values = [self._values[each] for each in node.all_input_nodes]
+    def _called(self, node: fx.Node) -> Value:
+        source, name = self._values.get(node.all_input_nodes[0]) if node.all_input_nodes else None, name_of(node)
+        if name == "getitem" and source is not None and source.several:
+            split = source.several[args_of(node)[1]]
+            return self.split(self.emit(node, (source.node, args_of(node)[1])), split.dim, split.segments)
         if name in RULES:
             return RULES[name](self, node)
-        if any(isinstance(value, tuple) for value in values):
+        if any(self._values[each].several for each in node.all_input_nodes):
             raise UnsplittableError(f"{node.target} unpacks a list")
-        if all(value.split is None for value in values):  # type: ignore[union-attr]
+        return self.mapped(node)
+
+    def mapped(self, node: fx.Node) -> Value:
+        """Call an op on shards, where it keeps the elements of the sharded dimension apart; replicated inputs that
+        have this dimension are sliced.
+        """
+        splits = {each: split for each in node.all_input_nodes if (split := self.value(each).split) is not None}
+        if not splits:
             return Value(self.copy(node))
-        pointwise = RULES["mul"]
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            return pointwise(self, node)
-        raise UnsplittableError(f"{node.target} needs a replicated input")
+        path = follow(node, splits)
+        if path.why == "unknown" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise UnsplittableError(f"{node.target} needs a replicated input")
+        if path.why == "combines":
+            raise UnsplittableError(f"{node.target} combines tensors sharded along {set(splits.values())}")
+        if path.why:
+            raise UnsplittableError(f"{node.target} {path.why} the sharded dimension")
+        given = {each: self.value(each).node for each in splits}
+        for each, at in path.beside.items():
+            given[each] = self.entered(each) if at is None else self.part(each, at, path.results[0].segments)
+        made = self.copy(node, given)
+        if not isinstance(node.meta["val"], Tensor):
+            return Value(made, several=tuple(path.results))
+        return self.split(made, path.results[0].dim, path.results[0].segments)
 
     # --- values of the layer's graph ---
 
     def value(self, node: Any) -> Value:
         """Value of a node. UnsplittableError for a node with several outputs."""
         found = self._values[node]
-        if isinstance(found, tuple):
+        if found.several:
             raise UnsplittableError(f"{node.target} is used as one value")
         return found
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import fx
 
-import oases.autotp.expert_rules
-import oases.autotp.shape_rules  # noqa: F401  (both fill the table of rules)
+import oases.autotp.expert_rules  # noqa: F401  (fills the table of rules)
 from oases.autotp.export import Exported, UnsplittableError, length_of, shape_of
+from oases.autotp.op_table import args_of, name_of
 from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Copied, Segments
-from oases.autotp.splitter import Splitter, args_of, name_of
+from oases.autotp.splitter import Splitter
 
 
 @dataclass

@@ -18,8 +18,9 @@ from oases.autotp.balanced import balanced_experts
 from oases.autotp.cutting import Piece, ancestors, is_random, piece_between
 from oases.autotp.export import UnsplittableError
 from oases.autotp.lowering import block_linear
-from oases.autotp.splitter import Split
-from oases.autotp.tokens import Tokens, cuts_of_mask, is_attention, lengths_of, mask_of
+from oases.autotp.op_table import lengths_in
+from oases.autotp.shapes import Split
+from oases.autotp.tokens import Tokens, cuts_of_mask, is_attention, mask_of
 from oases.core.blocks.attention import causal_attention
 
 
@@ -124,7 +125,7 @@ def _border(graph: fx.Graph, x: fx.Node, begin: fx.Node, targets: list[Any], tok
     """Last node that is computed token by token from `begin` and that the targets depend on alone; else `begin`."""
     needed = ancestors(targets, {begin})
     for node in reversed([each for each in graph.nodes if each in needed]):
-        if lengths_of(node) != lengths_of(x) or begin in ancestors(targets, {node}):
+        if lengths_in(node) != lengths_in(x) or begin in ancestors(targets, {node}):
             continue
         before = ancestors([node], {begin})
         if any(is_random(each) or each.target is block_linear for each in before):

@@ -1,4 +1,4 @@
-"""Where the tokens are in a rank's graph: their dimension is followed from the activation's through every op.
+"""Track the sequence dimension through a rank's graph, from the activation's, by the op table.
 
 What runs on a part of the sequence must treat tokens independently: ops that relate tokens are refused, and so is one
 that reads another tensor along the sequence, unless that is an input that is cut as the activation is. In a sub-batch
@@ -15,17 +15,10 @@ from torch import Tensor, fx
 
 from oases.autotp.cutting import is_random
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.lowering import block_dropout, block_linear
-from oases.autotp.rules import ELEMENT_WISE, OVER_DIMENSIONS
-from oases.autotp.shapes import Segments, viewed
-from oases.autotp.splitter import Split, args_of, enter, keyword, name_of
-
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
-_MOVES = (
-    *("transpose", "permute", "unsqueeze", "stack"),
-    *("slice", "split", "split_with_sizes", "chunk", "cat", "repeat_interleave"),
-)
-_NORMS = ("layer_norm", "rms_norm", "_fused_rms_norm")
+from oases.autotp.lowering import block_dropout
+from oases.autotp.op_table import VIEWS, args_of, follow, lengths_in, name_of, value_in
+from oases.autotp.shapes import Split, viewed
+from oases.autotp.splitter import enter
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -43,7 +36,7 @@ def cuts_of_mask(node: fx.Node) -> list[fx.Node]:
     mask = _argument(node, 3)
     while isinstance(mask, fx.Node) and (mask.target is enter or name_of(mask) == "slice"):
         source, dim, begin, *_ = (*mask.args, -1, 0)
-        last = len(lengths_of(source)) - 1  # type: ignore[arg-type]
+        last = len(lengths_in(source)) - 1
         if begin not in (0, None) or dim not in (-1, last):
             break
         found.append(mask)
@@ -58,28 +51,11 @@ def mask_of(node: fx.Node) -> fx.Node | None:
     return mask
 
 
-def lengths_of(node: fx.Node) -> tuple[Any, ...]:
-    """Full shape of a node; a dynamic length is its expression."""
-    value = node.meta["like"].meta.get("val") if "like" in node.meta else None
-    return tuple(_expression(each) for each in value.shape) if isinstance(value, Tensor) else ()
-
-
-def _uncopied(node: fx.Node) -> fx.Node:
-    """Source of a chain of copies: the copy of an addend has the shape of the sum in its meta."""
-    while name_of(node) in ("clone", "alias", "detach", "contiguous", "to", "_to_copy"):
-        node = args_of(node)[0]
-    return node
-
-
-def _expression(length: Any) -> Any:
-    return length.node.expr if isinstance(length, torch.SymInt) else length
-
-
 class Tokens:
     """Follows the dimension of the tokens through a rank's graph. length: their number, an expression."""
 
     def __init__(self, graph: fx.Graph, x: fx.Node) -> None:
-        lengths = lengths_of(x)
+        lengths = lengths_in(x)
         if len(lengths) < 3:
             raise UnsplittableError(f"its activation has {len(lengths)} dimensions; [batch, sequence, ...] is needed")
         if isinstance(lengths[1], int) or lengths[0] == lengths[1]:
@@ -92,7 +68,7 @@ class Tokens:
         """Where a block's sums have the tokens: as the activation, or in dimension 0, with the batch."""
         flat = [self._is_flat(node) for node in sums]
         for node, its in zip(sums, flat, strict=True):
-            if its != flat[0] or not (its or lengths_of(node)[:2] == lengths_of(self.x)[:2]):
+            if its != flat[0] or not (its or lengths_in(node)[:2] == lengths_in(self.x)[:2]):
                 raise UnsplittableError(f"its sum {node} is not of [batch, sequence, ...]")
         batch, segments = shape_of(self.x.meta["like"])[0], self.of_activation.segments
         return Split(0, segments * batch) if flat[0] else self.of_activation
@@ -103,14 +79,14 @@ class Tokens:
         for node in self.graph.nodes:
             if node.op != "placeholder" or node is self.x:
                 continue
-            dims = [dim for dim, length in enumerate(lengths_of(node)) if length == self.length]
+            dims = [dim for dim, length in enumerate(lengths_in(node)) if length == self.length]
             if len(dims) == 1:
                 found[node] = Split(dims[0], self.of_activation.segments)
         return found
 
     def _is_flat(self, node: fx.Node) -> bool:
         """Whether dimension 0 of a node is batch and sequence in one."""
-        first = lengths_of(node)[0]
+        first = lengths_in(node)[0]
         return bool(not isinstance(first, int) and (first - self.batch * self.length).expand() == 0)
 
     def followed(
@@ -135,7 +111,7 @@ class Tokens:
         """Split of an attention whose queries, keys and values have the tokens in the same place."""
         splits = {found.get(each) for each in node.args[:3]}  # type: ignore[arg-type]
         (split, *others), mask = splits, mask_of(node)
-        if others or not isinstance(split, Split) or split.dim != len(lengths_of(node)) - 2:
+        if others or not isinstance(split, Split) or split.dim != len(lengths_in(node)) - 2:
             raise self._refused(node, "relates tokens")
         if is_random(node) or (mask is None and not _argument(node, 5)):
             raise self._refused(node, "relates a token to later ones, or draws random numbers")
@@ -144,109 +120,43 @@ class Tokens:
         return split
 
     def _followed(self, node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
-        value = node.meta["like"].meta.get("val") if "like" in node.meta else None
+        value = value_in(node)
         if isinstance(value, (torch.SymInt, int)):
             return None  # a length: of this rank's part where it is read from the activation
         inside = {each: found[each] for each in node.all_input_nodes if found.get(each) is not None}
         name, lengths = name_of(node), [each for each in node.all_input_nodes if self._counts_tokens(each)]
-        if not inside:
-            if lengths:
-                raise self._refused(node, "reads the length of the sequence")
-            return None
-        if "getitem" in name or "_item" in name:
+        if inside and name == "getitem":
             source, place = args_of(node)
             several = inside[source]
             return several[place] if isinstance(several, list) else several
-        if value is None:
-            raise self._refused(node, "may relate tokens")
-        if name in (*_VIEWS, "expand"):
+        if inside and name in (*VIEWS, "expand"):
             return self._viewed(node, inside)
         if lengths:
             raise self._refused(node, "reads the length of the sequence")
-        return self._of_op(node, name, inside)
+        return self._of_op(node, inside) if inside else None
 
-    def _of_op(self, node: fx.Node, name: str, inside: Mapping[fx.Node, Split]) -> Any:
-        if node.target in (enter, block_dropout):
-            split = inside[node.args[0]]  # type: ignore[index]
-            if node.target is block_dropout and (split.dim != 1 or lengths_of(node)[0] != self.batch):
+    def _of_op(self, node: fx.Node, inside: Mapping[fx.Node, Split]) -> Split | list[Split]:
+        """Split of each result of an op on tokens."""
+        if node.target is block_dropout:
+            if inside[args_of(node)[0]].dim != 1 or lengths_in(node)[0] != self.batch:
                 raise self._refused(node, "draws a mask of another shape than [batch, sequence, ...]")
-            return split
-        if is_random(node):
+        elif is_random(node):
             raise self._refused(node, "draws random numbers")
-        if node.target is block_linear or name in _NORMS:
-            (x, *_), (split, *others) = node.args, inside.values()
-            last = len(lengths_of(x)) - (1 if node.target is block_linear else len(node.args[1]))  # type: ignore[arg-type]
-            if others or x not in inside or split.dim >= last:
-                raise self._refused(node, "contracts the sequence")
-            return [split] * 2 if name == "_fused_rms_norm" else split
-        if name in OVER_DIMENSIONS:
-            return self._over_dimensions(node, name, inside)
-        if name in ELEMENT_WISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            return self._element_wise(node, inside)
-        if name in _MOVES:
-            return self._moved(node, name, inside)
-        raise self._refused(node, "may relate tokens")
-
-    def _element_wise(self, node: fx.Node, inside: Mapping[fx.Node, Split]) -> Split:
-        dims = len(lengths_of(node))
-        places = {Split(s.dim + dims - len(lengths_of(each)), s.segments) for each, s in inside.items()}
-        if len(places) > 1:
-            raise self._refused(node, "combines tokens with others")
-        (split,) = places
-        for each in node.all_input_nodes:
-            lengths = lengths_of(_uncopied(each))
-            at = split.dim - (dims - len(lengths))
-            if each not in inside and at >= 0 and lengths[at:] and lengths[at] != 1:
+        path = follow(node, inside)
+        if path.why:
+            texts = {"unknown": "may relate tokens", "combines": "combines tokens with others"}
+            raise self._refused(node, texts.get(path.why, f"{path.why} the sequence"))
+        for each, at in path.beside.items():
+            if at is not None:
                 raise self._refused(node, f"reads {each} along the sequence")
-        return split
-
-    def _over_dimensions(self, node: fx.Node, name: str, inside: Mapping[fx.Node, Split]) -> Split | list[Split]:
-        x = node.args[0]
-        split, dims = inside[x], len(lengths_of(x))  # type: ignore[index, arg-type]
-        at = 2 if name in ("linalg_vector_norm", "norm", "topk") else 1
-        over = node.args[at] if len(node.args) > at else None
-        if over is None or name == "sort":
-            raise self._refused(node, "runs along the sequence")
-        gone = {d % dims for d in (over if isinstance(over, (list, tuple)) else [over])}  # type: ignore[operator]
-        if split.dim in gone:
-            raise self._refused(node, "runs along the sequence")
-        if name == "topk":
-            return [split] * 2
-        fewer = len([d for d in gone if d < split.dim]) if len(lengths_of(node)) < dims else 0
-        return Split(split.dim - fewer, split.segments)
-
-    def _moved(self, node: fx.Node, name: str, inside: Mapping[fx.Node, Split]) -> Split | list[Split]:
-        """Split of the result of an op that permutes, cuts or joins other dimensions."""
-        splits = set(inside.values())
-        before = lengths_of(next(iter(inside)))
-        dims, rest = len(before), args_of(node)[1:]
-        if len(splits) > 1 or (name in ("cat", "stack") and len(inside) < len(node.all_input_nodes)):
-            raise self._refused(node, "combines tokens with others")
-        (split,) = splits
-        if name == "transpose":
-            first, second = (int(d) % dims for d in rest)
-            return Split({first: second, second: first}.get(split.dim, split.dim), split.segments)
-        if name == "permute":
-            return Split([int(d) % dims for d in rest[0]].index(split.dim), split.segments)
-        if name in ("unsqueeze", "stack"):
-            new = rest[0] if rest else keyword(node, "dim", 0)
-            return Split(split.dim + (int(new) % (dims + 1) <= split.dim), split.segments)
-        at = 0 if name in ("slice", "cat") else 1
-        dim = int(rest[at] if len(rest) > at else keyword(node, "dim", 0)) % dims
-        if dim == split.dim and not (name == "slice" and lengths_of(node) == before):
-            raise self._refused(node, "cuts or joins the sequence")
-        several = isinstance(node.meta["like"].meta["val"], (list, tuple))
-        return [split] * len(node.meta["like"].meta["val"]) if several else split
+        return path.results[0] if isinstance(value_in(node), Tensor) else list(path.results)
 
     def _viewed(self, node: fx.Node, inside: Mapping[fx.Node, Split]) -> Split:
         (x, split), *_ = inside.items()
         before, after = shape_of(x.meta["like"]), shape_of(node.meta["like"])
         name = name_of(node)
-        moved: tuple[int, Segments] | None
-        if name == "expand":
-            moved = split.dim + len(after) - len(before), split.segments
-        else:
-            moved = viewed(before, after, split.dim, split.segments)
+        expanded = split.dim + len(after) - len(before), split.segments
+        moved = expanded if name == "expand" else viewed(before, after, split.dim, split.segments)
         if moved is None:
             raise self._refused(node, "mixes the sequence with another dimension")
         sizes = node.args[1] if name in ("view", "reshape", "_unsafe_view", "expand") else ()
@@ -264,14 +174,14 @@ class Tokens:
 
     def _counts_tokens(self, node: fx.Node) -> bool:
         """Whether a node is a number that depends on the number of tokens."""
-        value = node.meta["like"].meta.get("val") if "like" in node.meta else None
+        value = value_in(node)
         return isinstance(value, torch.SymInt) and self.length in value.node.expr.free_symbols
 
     def _multiplies_tokens(self, node: fx.Node) -> bool:
         """Whether a node is the number of tokens times something else."""
         if not self._counts_tokens(node):
             return False
-        found = node.meta["like"].meta["val"].node.expr
+        found = value_in(node).node.expr
         return bool((found.subs(self.length, 2 * self.length) - 2 * found).expand() == 0)
 
     @staticmethod
