@@ -16,9 +16,7 @@ _DISTRIBUTED = (
     "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
     "total_norm"
 )
-_CHECKPOINT = (
-    "contents coordination files integrity lock memory metadata parallelized reader resume retention state writer"
-)
+_CHECKPOINT = "contents coordination files integrity lock metadata parallelized reader resume retention state writer"
 _TRAIN = (
     "callbacks config config_file data expert_options failure_notifier instructions learning_rate "
     "load_balance load_replay logs meter metrics model_stage optimizer pipeline_stage plan step_check "

@@ -41,8 +41,6 @@ class TrainingCallbacks:
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0
         """Time that checkpoints delayed steps: copies to the CPU, and waiting for the previous checkpoint."""
-        self.memory_seconds = 0.0
-        """Time that copies to memory delayed steps."""
         self.failed: list[str] = []
         """Errors of checkpoints that could not be written."""
         self._saved_step = trainer.steps_done if trainer.resumed else -1
@@ -91,8 +89,6 @@ class TrainingCallbacks:
         terminating, failed = self._all_reduce_flags()
         # Before the checkpoint: the log of a run resumed from it must contain the step.
         self._write(report)
-        if config.memory_every and step % config.memory_every == 0:
-            self._remember()
         if failed:
             self._wait()
         due = config.checkpoint_every and step % config.checkpoint_every == 0
@@ -117,7 +113,6 @@ class TrainingCallbacks:
             "saved": 0 if writer is None else writer.saved,
             "failed": self.failed,
             "stall_seconds": self.stall_seconds,
-            "memory_seconds": self.memory_seconds,
             "write_seconds": 0.0 if writer is None else writer.write_seconds,
         }
 
@@ -144,13 +139,6 @@ class TrainingCallbacks:
         )
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
-
-    def _remember(self) -> None:
-        start = time.perf_counter()
-        if self._scalars is not None:
-            self._scalars.flush()
-        self.trainer.remember()
-        self.memory_seconds += time.perf_counter() - start
 
     def _wait(self) -> None:
         """Wait for the pending checkpoint, and handle its failure by the policy."""

@@ -120,7 +120,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.checkpoint.lock import require_free
+    from oases.checkpoint.lock import FolderLock
     from oases.checkpoint.resume import resumed_backend
     from oases.launch.ranks import run_ranks, under_torchrun
     from oases.terminal import console
@@ -151,7 +151,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             raise UsageError("a plan needs all its ranks, and this backend runs a single process; use gloo or nccl")
     link = enter_link(options, given, ranks=plan.world)
     if config.checkpoint is not None and not under_torchrun():
-        require_free(config.checkpoint)  # now rather than in the ranks
+        FolderLock(config.checkpoint).release()  # now rather than in the ranks
     console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
@@ -180,8 +180,8 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
     with working("building the model", dist.get_rank() == 0):
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
         trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
-    if (trainer.resumed is not None or trainer.resumed_from_memory) and dist.get_rank() == 0:
-        console.print(f"resumed from {trainer.resumed or 'memory'} at step {trainer.steps_done}", soft_wrap=True)
+    if trainer.resumed is not None and dist.get_rank() == 0:
+        console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
         done_before=trainer.steps_done, every=config.print_every, log=True,

@@ -141,9 +141,6 @@ class TrainConfig(ExpertOptions):
     device: str = option("cpu", "device of the ranks", ("cpu", "cuda"))
     checkpoint: str | None = option(None, "folder for checkpoints, one subfolder per saved step", metavar="DIR")
     checkpoint_every: int = option(0, "steps between checkpoints; 0 = after the last step only")
-    memory_every: int = option(
-        0, "steps between copies of the state in memory, from which restarted ranks go on; 0 = none"
-    )
     keep: int = option(3, "number of newest checkpoints to keep; 0 = all")
     save_error: str = option(
         "warn", "on a checkpoint that cannot be written, e.g. on a full disk: warn and continue, or stop", SAVE_ERRORS
@@ -306,9 +303,9 @@ class TrainConfig(ExpertOptions):
         """Check options of checkpoints, restarts and bad losses that need no file access."""
         if 0 < self.spike <= 1:
             raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
-        if self.checkpoint is None and (self.checkpoint_every or self.memory_every or self.resume == AUTO):
-            set_here = [name for name in ("checkpoint_every", "memory_every") if getattr(self, name)]
-            what = f"{set_here[0]} {getattr(self, set_here[0])}" if set_here else f"resume {self.resume!r}"
+        if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
+            every = self.checkpoint_every
+            what = f"checkpoint_every {every}" if every else f"resume {self.resume!r}"
             raise UsageError(f"{what} needs a checkpoint folder; give --checkpoint DIR")
 
     @property

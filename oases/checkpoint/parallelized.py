@@ -28,7 +28,7 @@ from oases.checkpoint.contents import (
     set_streams,
 )  # fmt: skip
 from oases.checkpoint.files import load
-from oases.checkpoint.lock import lock_now
+from oases.checkpoint.lock import FolderLock
 from oases.checkpoint.metadata import Metadata, is_checkpoint
 from oases.checkpoint.resume import require_latest, require_seen, valid_checkpoint
 from oases.checkpoint.state import random_streams, state
@@ -166,7 +166,7 @@ def _tidy(folder: Path) -> None:
     """Give a checkpoint its name back whose replacement was cut off, unless a run that writes here will do so."""
     if any(folder.glob(".step-*")):
         with suppress(UsageError):
-            lock = lock_now(folder)
+            lock = FolderLock(folder, patience_seconds=0)
             retention.tidy(folder)
             lock.release()
 

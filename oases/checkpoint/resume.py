@@ -18,27 +18,26 @@ AUTO = "auto"
 
 
 def starting_checkpoint(
-    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None, held: int = 0
+    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None
 ) -> Path | None:
     """Find the checkpoint to resume from; None: start from scratch. Collective; the same on all ranks.
 
     own: folder that the run writes to. resume: the option's value. resumes_newest: the run was restarted, or resume
-    is "auto"; then the newest valid checkpoint in `own` comes first. held: step that the ranks have in memory, 0
-    without; then None unless there is a later checkpoint, and no other is read. The result's checksums are verified.
-    Corrupt checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a
-    given checkpoint that is corrupt, for one that not all ranks see, and for a folder with later checkpoints than the
-    one to resume from, which would count as newer than those the run writes.
+    is "auto"; then the newest valid checkpoint in `own` comes first. The result's checksums are verified. Corrupt
+    checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a given
+    checkpoint that is corrupt, for one that not all ranks see, and for a folder with later checkpoints than the one
+    to resume from, which would count as newer than those the run writes.
     """
     found = None
     if own is not None:
         if group_rank(group) == 0:
             retention.tidy(own)
         if resumes_newest:
-            found = _newest(own, group, held)
-    if found is None and not held and resume is not None and resume != AUTO:
+            found = _newest(own, group)
+    if found is None and resume is not None and resume != AUTO:
         found = valid_checkpoint(Path(resume), group)
     if own is not None:
-        step = held if found is None else Metadata.read(found).step
+        step = 0 if found is None else Metadata.read(found).step
         require_latest(own, step, group, "give --resume auto to resume from the newest, or a new folder")
     return found
 
@@ -102,12 +101,10 @@ def valid_checkpoint(given: Path, group: ProcessGroup | None) -> Path:
     return found
 
 
-def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> Path | None:
-    """Newest valid checkpoint in a folder, of a later step than `after`."""
+def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
+    """Newest valid checkpoint in a folder."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
-        if after and retention.step_of(path) <= after:
-            break
         require_seen(path, group)
         fault = _fault(path, group)
         if not fault:

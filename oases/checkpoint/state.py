@@ -63,16 +63,6 @@ def state(
     return found
 
 
-def local_state(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Collect this rank's shards as plain tensors, without copying, and copies of its random states, by name.
-
-    Weights are included whose masters other ranks have.
-    """
-    found = {name: local(tensor.detach()) for name, tensor, _ in _tensors(model, None, group, {})}
-    found |= {name: local(tensor.detach()) for name, tensor, _ in _tensors(model, optimizer, group, {})}
-    return found | {name: each.get_state() for name, each in generators(model).items()}
-
-
 def as_stored(held: Tensor, shard: TensorShard) -> Tensor:
     """This rank's part of a parameter, or state of its shape, as a tensor of the full shape."""
     rows = rows_of(shard.tensor)

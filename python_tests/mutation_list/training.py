@@ -129,22 +129,6 @@ TRAINING = (
         "A stage that knows a tied tensor by another name does not find it.",
     ),
     Mutation(
-        "memory_restores_what_was_cut_off",
-        "oases/checkpoint/memory.py",
-        "        file.step = 0\n        state = self._state()",
-        "        state = self._state()",
-        ("checkpoint/test_state_memory.py",),
-        "A copy in memory counts as complete while it is being written.",
-    ),
-    Mutation(
-        "memory_takes_a_step_that_is_not_logged",
-        "oases/checkpoint/memory.py",
-        "for step, _ in held if step <= limit}",
-        "for step, _ in held}",
-        ("checkpoint/test_state_memory.py",),
-        "The log of a run that goes on from memory has a hole.",
-    ),
-    Mutation(
         "data_same_batch_in_pairs",
         "oases_train/data.py",
         'default_rng([seed, step, split == "train"])',
