@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oases.checkpoint.coordination import SaveError
 from oases.checkpoint.retention import WANDB_RUN
 from oases.checkpoint.state import state
-from oases.checkpoint.writer import CheckpointWriter
+from oases.checkpoint.writer import CheckpointWriter, SaveError
 from oases.core.execution.group import group_rank
 from oases.distributed.collectives import all_reduce
 from oases.errors import SavedExit
@@ -134,9 +133,7 @@ class TrainingCallbacks:
         self._wait()  # before the copies: two at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
-        self._writer.start(
-            state(trainer.model, trainer.optimizer, trainer.group, copied=True), trainer.checkpoint_metadata()
-        )
+        self._writer.start(state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oases.cli.options import (
@@ -85,7 +84,12 @@ def add(commands: Any) -> None:
 
     export = command(commands, "export")
     export.add_argument("checkpoint", help="checkpoint, or a folder of checkpoints for the newest")
-    export.add_argument("file", help="file to write, e.g. model.safetensors; with LoRA a folder that peft loads")
+    export.add_argument(
+        "file",
+        help="file to write, e.g. model.safetensors; with LoRA a folder that peft loads; with --convert a folder for "
+        "the checkpoint",
+    )
+    export.add_argument("--convert", action="store_true", help="write a checkpoint of oases 0.1 in today's format")
     export.set_defaults(run=_export)
 
 
@@ -121,9 +125,9 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.checkpoint.lock import FolderLock
-    from oases.checkpoint.resume import resumed_backend
     from oases.launch.ranks import run_ranks, under_torchrun
     from oases.terminal import console
+    from oases_train.resume import resumed_backend
 
     if options.write_config:
         _write_config(options)
@@ -238,12 +242,20 @@ def _balance_text(found: dict[str, float]) -> str:
 
 
 def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.checkpoint.files import export
+    from oases.checkpoint.files import export, newest_of
+    from oases.checkpoint.metadata import Metadata
     from oases.terminal import console
+    from oases_train.adapters import export_adapter
 
-    if not Path(options.file).is_dir():  # of an adapter
+    if options.convert:
+        from oases_train.convert import convert
+
+        shapes = convert(options.checkpoint, options.file)
+    elif Metadata.read(newest_of(options.checkpoint)).config.get("lora_rank"):
+        shapes = export_adapter(options.checkpoint, options.file)
+    else:
         require_writable("file", options.file)
-    shapes = export(options.checkpoint, options.file)
+        shapes = export(options.checkpoint, options.file)
     console.print(f"{len(shapes)} tensors in {options.file}", soft_wrap=True)
     write_json(options.json, {"tensors": shapes})
 

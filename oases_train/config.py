@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from oases.checkpoint.adapters import ALL_LINEAR, lora_config, require_adapters
-from oases.checkpoint.resume import AUTO, require_resumable
 from oases.checkpoint.retention import require_folder
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.communication import QUANTISED, WIRE_DTYPES
@@ -23,6 +21,7 @@ from oases.limits import flag_of
 from oases.models.options import Degrees, option, require_device, require_known, require_types
 from oases.plans.plan import Plan, read_plan
 from oases.plans.shape import ModelShape
+from oases_train.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases_train.config_file import config_text, read_values
 from oases_train.data import Corpus
 from oases_train.expert_options import AUTO_SCHEDULE, ExpertOptions
@@ -31,6 +30,7 @@ from oases_train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases_train.load_balance import require_new_trace
 from oases_train.logs import last_logged_step, require_tensorboard, require_wandb
 from oases_train.optimizer import PRECISIONS
+from oases_train.resume import AUTO, require_resumable
 from oases_train.step_check import POLICIES
 from oases_train.tokenizer import load_tokenizer, require_rows
 from oases_train.tokens import open_corpus

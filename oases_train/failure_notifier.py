@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from oases.checkpoint.coordination import SaveError
+from oases.checkpoint.writer import SaveError
 from oases.core.execution.failure import Failure, FailureMonitor, lost_a_rank, monitor_of
 from oases.core.execution.group import ProcessGroup, group_size, scheduler_of
 from oases_train.step_check import LossError

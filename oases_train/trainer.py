@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from oases.checkpoint.contents import choices_of, set_choices
-from oases.checkpoint.files import load, save
+from oases.checkpoint.files import load
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.resume import starting_checkpoint
-from oases.checkpoint.state import random_streams
+from oases.checkpoint.state import random_streams, state
+from oases.checkpoint.writer import write
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.core.reporting import Report, report
@@ -42,6 +42,7 @@ from oases_train.model_stage import ModelStage, build_model
 from oases_train.optimizer import PRECISIONS, adamw
 from oases_train.pipeline_stage import GPTStage, Samples, Stage
 from oases_train.plan import Run
+from oases_train.resume import differences, require_sizes, starting_checkpoint
 from oases_train.step_check import Policy, StepCheck
 
 
@@ -123,23 +124,15 @@ class Trainer:
             self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
 
     def _resume(self, path: Path) -> None:
-        record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
+        require_sizes(Metadata.read(path), self.sizes, path)
+        record = load(path, self.model, self.optimizer, self.group)
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
         set_choices(self.model, record.choices, self.group)
-        batches = record.data_differences(self._data())
-        sums = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
-        rate = record.rate_difference(self.learning_rate(record.step))
-        for differs, what in (
-            (batches, f" resumes with different batches: {batches}"),
-            (sums, f": {sums}; give --backend {record.backend or 'gloo'}"),
-            (
-                rate,
-                f": {rate}; give the --steps, --warmup and --learning-rate... of the saved run to go on as it would",
-            ),
-        ):
-            if differs and group_rank(self.group) == 0:
-                warnings.warn(f"checkpoint {str(path)!r}{what}", stacklevel=3)
+        rate = self.learning_rate(record.step)
+        for each in differences(record, self._data(), _backend_of(self.group), rate):
+            if group_rank(self.group) == 0:
+                warnings.warn(f"checkpoint {str(path)!r}{each}", stacklevel=3)
         # A run restarted automatically may find itself complete.
         if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(
@@ -303,7 +296,7 @@ class Trainer:
     def save(self, path: str) -> None:
         """Write a checkpoint, loadable with any parallel degrees and any plan."""
         self.settle()
-        save(path, self.model, self.optimizer, self.checkpoint_metadata(), self.group)
+        write(path, state(self.model, self.optimizer, self.group), self.checkpoint_metadata(), self.group)
 
     def settle(self) -> None:
         """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""

@@ -17,9 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from input_mutations import hardware, mutated, plans, schedules, small_graph
 
 from oases.checkpoint import retention
-from oases.checkpoint.files import write
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.resume import starting_checkpoint
+from oases.checkpoint.writer import write
 from oases.core.schedule import (
     GENERATORS,
     PIPELINES,
@@ -41,6 +40,7 @@ from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig
 from oases_train.plan import plan_from_degrees
+from oases_train.resume import starting_checkpoint
 
 PLAIN = settings(
     derandomize=True, database=None, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck)
@@ -263,12 +263,12 @@ class CheckpointFolder(RuleBasedStateMachine):
 
     def _prune(self, keep):
         self._pruning = True
-        retention.prune(self.folder, keep)
+        retention.tidy(self.folder, keep)
 
     @rule(keep=st.integers(1, 3))
     def prunes(self, keep):
         there = [retention.step_of(path) for path in retention.checkpoints(self.folder)]
-        retention.prune(self.folder, keep)
+        retention.tidy(self.folder, keep)
         self.whole &= set(there[:keep])
         self.unsure &= set(there[:keep])
 

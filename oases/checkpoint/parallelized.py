@@ -108,7 +108,7 @@ def save_checkpoint(
         choices=choices_of(model, group),
         extra=kept,
     )
-    writer.start(state(model, optimizer, group, contents.names, copied=asynchronous), record)
+    writer.start(state(model, optimizer, group, contents.names), record, copied=asynchronous)
     if not asynchronous:
         writer.wait()
     return SavedCheckpoint(retention.folder_of(Path(folder).resolve(), step), writer)
@@ -148,7 +148,7 @@ def load_checkpoint(
     everyone = all_gather_objects(mine, group)
     if optimizer is not None:
         require_all_trained(path, record, everyone)
-    load(path, model, optimizer, group, verify=False)
+    load(path, model, optimizer, group)
     for each, options in groups:
         set_options(each, options)
     if optimizer is not None:

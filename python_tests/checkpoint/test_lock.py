@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.checkpoint import lock
-from oases.checkpoint.coordination import SaveError
 from oases.checkpoint.lock import LOCK, FolderLock
+from oases.checkpoint.writer import SaveError
 from oases.cli import main
 from oases.errors import UsageError
 

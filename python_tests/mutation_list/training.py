@@ -89,26 +89,25 @@ TRAINING = (
     Mutation(
         "checkpoint_shards_swapped",
         "oases/checkpoint/state.py",
-        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
-        "        held = held.flip(shard.cut.dim) if shard.cut is not None and _is_part(tensor, shard) else held\n"
-        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
+        "    return StateShard(held, shard.shape, tuple(",
+        "    held = held if shard.cut is None else held.flip(shard.cut.dim)\n"
+        "    return StateShard(held, shard.shape, tuple(",
         ("checkpoint/test_checkpoint.py",),
         "The first shard of a checkpoint is written in reverse order.",
     ),
     Mutation(
         "checkpoint_checksum_not_compared",
         "oases/checkpoint/integrity.py",
-        "or checksums([folder / name])[name] != files[name]:\n",
-        "or name not in checksums([folder / name]):\n",
+        "if checksums([folder / name])[name] != files[name]:\n",
+        "if name not in checksums([folder / name]):\n",
         ("checkpoint/test_checkpoint.py", "train/test_survival.py"),
         "A file of a checkpoint is not compared with its checksum.",
     ),
     Mutation(
         "checkpoint_moments_at_step_0",
         "oases/checkpoint/state.py",
-        "            set_state(self._optimizer, parameter, values)\n",
-        "            values.pop('step', None)\n"
-        "            set_state(self._optimizer, parameter, values | {'step': torch.tensor(0.0)})\n",
+        "            set_state(optimizer, parameter, {**held, **values})\n",
+        "            set_state(optimizer, parameter, {**held, **values, 'step': torch.tensor(0.0)})\n",
         ("checkpoint/test_checkpoint.py",),
         "Bias correction of AdamW starts anew in a resumed run.",
     ),
