@@ -64,7 +64,7 @@ LIMITS: dict[str, Limit] = {
     "sub_batches": Limit(0, 2**12),
     **dict.fromkeys(
         (
-            "train_steps", "warmup", "decay_steps", "evaluate_every", "checkpoint_every", "memory_every",
+            "train_steps", "warmup", "decay_steps", "evaluate_every", "checkpoint_every",
             "print_every", "keep",
         ),
         Limit(0, _STEPS),

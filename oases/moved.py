@@ -16,9 +16,7 @@ _DISTRIBUTED = (
     "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
     "total_norm"
 )
-_CHECKPOINT = (
-    "contents coordination files integrity lock memory metadata parallelized reader resume retention state writer"
-)
+_CHECKPOINT = "contents files integrity lock metadata parallelized resume retention state writer"
 _TRAIN = (
     "callbacks config config_file data expert_options instructions learning_rate "
     "load_balance logs meter metrics model_stage optimizer pipeline_stage plan step_check "
@@ -54,9 +52,10 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
     "oases.train": (
         "oases_train",
         _kept("oases_train", _TRAIN)
-        | {"adapters": "oases.checkpoint.adapters", "model_options": "oases.models.options"}
+        | {"adapters": "oases_train.adapters", "model_options": "oases.models.options"}
         | {"load_replay": "oases_bench.loads"}
         | {"checkpoint": "oases.checkpoint"}
+        | {"checkpoint.coordination": "oases.checkpoint.writer"}
         | {f"checkpoint.{name}": place for name, place in _kept("oases.checkpoint", _CHECKPOINT).items()},
     ),
 }

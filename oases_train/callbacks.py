@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from oases.checkpoint.coordination import SaveError
 from oases.checkpoint.retention import WANDB_RUN
 from oases.checkpoint.state import state
-from oases.checkpoint.writer import CheckpointWriter
+from oases.checkpoint.writer import CheckpointWriter, SaveError
 from oases.core.execution.group import group_rank
 from oases.distributed.collectives import all_reduce
 from oases.errors import SavedExit
@@ -38,8 +37,6 @@ class TrainingCallbacks:
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0
         """Time that checkpoints delayed steps: copies to the CPU, and waiting for the previous checkpoint."""
-        self.memory_seconds = 0.0
-        """Time that copies to memory delayed steps."""
         self.failed: list[str] = []
         """Errors of checkpoints that could not be written."""
         self._saved_step = trainer.steps_done if trainer.resumed else -1
@@ -88,8 +85,6 @@ class TrainingCallbacks:
         terminating, failed = self._all_reduce_flags()
         # Before the checkpoint: the log of a run resumed from it must contain the step.
         self._write(report)
-        if config.memory_every and step % config.memory_every == 0:
-            self._remember()
         if failed:
             self._wait()
         due = config.checkpoint_every and step % config.checkpoint_every == 0
@@ -114,7 +109,6 @@ class TrainingCallbacks:
             "saved": 0 if writer is None else writer.saved,
             "failed": self.failed,
             "stall_seconds": self.stall_seconds,
-            "memory_seconds": self.memory_seconds,
             "write_seconds": 0.0 if writer is None else writer.write_seconds,
         }
 
@@ -136,18 +130,9 @@ class TrainingCallbacks:
         self._wait()  # before the copies: two at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
-        self._writer.start(
-            state(trainer.model, trainer.optimizer, trainer.group, copied=True), trainer.checkpoint_metadata()
-        )
+        self._writer.start(state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
-
-    def _remember(self) -> None:
-        start = time.perf_counter()
-        if self._scalars is not None:
-            self._scalars.flush()
-        self.trainer.remember()
-        self.memory_seconds += time.perf_counter() - start
 
     def _wait(self) -> None:
         """Wait for the pending checkpoint, and handle its failure by the policy."""

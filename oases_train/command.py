@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oases.cli.options import (
@@ -85,7 +84,12 @@ def add(commands: Any) -> None:
 
     export = command(commands, "export")
     export.add_argument("checkpoint", help="checkpoint, or a folder of checkpoints for the newest")
-    export.add_argument("file", help="file to write, e.g. model.safetensors; with LoRA a folder that peft loads")
+    export.add_argument(
+        "file",
+        help="file to write, e.g. model.safetensors; with LoRA a folder that peft loads; with --convert a folder for "
+        "the checkpoint",
+    )
+    export.add_argument("--convert", action="store_true", help="write a checkpoint of oases 0.1 in today's format")
     export.set_defaults(run=_export)
 
 
@@ -120,10 +124,10 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.checkpoint.lock import require_free
-    from oases.checkpoint.resume import resumed_backend
+    from oases.checkpoint.lock import FolderLock
     from oases.launch.ranks import run_ranks, under_torchrun
     from oases.terminal import console
+    from oases_train.resume import resumed_backend
 
     if options.write_config:
         _write_config(options)
@@ -151,7 +155,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             raise UsageError("a plan needs all its ranks, and this backend runs a single process; use gloo or nccl")
     link = enter_link(options, given, ranks=plan.world)
     if config.checkpoint is not None and not under_torchrun():
-        require_free(config.checkpoint)  # now rather than in the ranks
+        FolderLock(config.checkpoint).release()  # now rather than in the ranks
     console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
@@ -180,8 +184,8 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
     with working("building the model", dist.get_rank() == 0):
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
         trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
-    if (trainer.resumed is not None or trainer.resumed_from_memory) and dist.get_rank() == 0:
-        console.print(f"resumed from {trainer.resumed or 'memory'} at step {trainer.steps_done}", soft_wrap=True)
+    if trainer.resumed is not None and dist.get_rank() == 0:
+        console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
         done_before=trainer.steps_done, every=config.print_every, log=True,
@@ -239,12 +243,20 @@ def _balance_text(found: dict[str, float]) -> str:
 
 
 def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.checkpoint.files import export
+    from oases.checkpoint.files import export, newest_of
+    from oases.checkpoint.metadata import Metadata
     from oases.terminal import console
+    from oases_train.adapters import export_adapter
 
-    if not Path(options.file).is_dir():  # of an adapter
+    if options.convert:
+        from oases_train.convert import convert
+
+        shapes = convert(options.checkpoint, options.file)
+    elif Metadata.read(newest_of(options.checkpoint)).config.get("lora_rank"):
+        shapes = export_adapter(options.checkpoint, options.file)
+    else:
         require_writable("file", options.file)
-    shapes = export(options.checkpoint, options.file)
+        shapes = export(options.checkpoint, options.file)
     console.print(f"{len(shapes)} tensors in {options.file}", soft_wrap=True)
     write_json(options.json, {"tensors": shapes})
 

@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from oases import records
-from oases.checkpoint.adapters import ALL_LINEAR, lora_config, require_adapters
-from oases.checkpoint.resume import AUTO, require_resumable
 from oases.checkpoint.retention import require_folder
 from oases.core.dtypes import AUTO_LOSSY, QUANTISED
 from oases.core.execution.communication import WIRE_DTYPES
@@ -24,6 +22,7 @@ from oases.limits import flag_of
 from oases.models.options import Degrees, option, require_device, require_known
 from oases.plans.plan import Plan, read_plan
 from oases.plans.shape import ModelShape
+from oases_train.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases_train.config_file import config_text, read_values
 from oases_train.data import Corpus
 from oases_train.expert_options import AUTO_SCHEDULE, ExpertOptions
@@ -32,6 +31,7 @@ from oases_train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases_train.load_balance import require_new_trace
 from oases_train.logs import last_logged_step, require_tensorboard, require_wandb
 from oases_train.optimizer import PRECISIONS
+from oases_train.resume import AUTO, require_resumable
 from oases_train.step_check import POLICIES
 from oases_train.tokenizer import load_tokenizer, require_rows
 from oases_train.tokens import open_corpus
@@ -140,9 +140,6 @@ class TrainConfig(ExpertOptions):
     device: str = option("cpu", "device of the ranks", ("cpu", "cuda"))
     checkpoint: str | None = option(None, "folder for checkpoints, one subfolder per saved step", metavar="DIR")
     checkpoint_every: int = option(0, "steps between checkpoints; 0 = after the last step only")
-    memory_every: int = option(
-        0, "steps between copies of the state in memory, from which restarted ranks go on; 0 = none"
-    )
     keep: int = option(3, "number of newest checkpoints to keep; 0 = all")
     save_error: str = option(
         "warn", "on a checkpoint that cannot be written, e.g. on a full disk: warn and continue, or stop", SAVE_ERRORS
@@ -305,9 +302,9 @@ class TrainConfig(ExpertOptions):
         """Check options of checkpoints, restarts and bad losses that need no file access."""
         if 0 < self.spike <= 1:
             raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
-        if self.checkpoint is None and (self.checkpoint_every or self.memory_every or self.resume == AUTO):
-            set_here = [name for name in ("checkpoint_every", "memory_every") if getattr(self, name)]
-            what = f"{set_here[0]} {getattr(self, set_here[0])}" if set_here else f"resume {self.resume!r}"
+        if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
+            every = self.checkpoint_every
+            what = f"checkpoint_every {every}" if every else f"resume {self.resume!r}"
             raise UsageError(f"{what} needs a checkpoint folder; give --checkpoint DIR")
 
     @property

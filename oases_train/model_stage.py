@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp import parallelize
-from oases.checkpoint.adapters import add_adapters
 from oases.core.execution.group import ProcessGroup
 from oases.distributed.mesh import Mesh
 from oases.distributed.messages import StageMessages
@@ -18,6 +17,7 @@ from oases.errors import UsageError
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration
 from oases.layers.loss import IGNORED
 from oases.plans.plan import Plan
+from oases_train.adapters import add_adapters
 
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-4}
 """Largest relative difference of a loss from rounding, by the type of weights."""

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from oases.checkpoint.contents import choices_of, set_choices
-from oases.checkpoint.coordination import SaveError
-from oases.checkpoint.files import load, save
+from oases.checkpoint.files import load
 from oases.checkpoint.lock import lock_folder
-from oases.checkpoint.memory import StateMemory
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.resume import starting_checkpoint
-from oases.checkpoint.state import random_streams
+from oases.checkpoint.state import random_streams, state
+from oases.checkpoint.writer import SaveError, write
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
@@ -38,13 +36,13 @@ from oases_train.config import TrainConfig
 from oases_train.data import Corpus
 from oases_train.instructions import Instructions
 from oases_train.load_balance import LoadBalance
-from oases_train.logs import last_logged_step
 from oases_train.meter import Meter
 from oases_train.metrics import Reporter, StepReport
 from oases_train.model_stage import ModelStage, build_model
 from oases_train.optimizer import PRECISIONS, adamw
 from oases_train.pipeline_stage import GPTStage, Samples, Stage
 from oases_train.plan import Run
+from oases_train.resume import differences, require_sizes, starting_checkpoint
 from oases_train.step_check import LossError, Policy, StepCheck
 
 
@@ -116,70 +114,30 @@ class Trainer:
         self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
         # Before anything of another run is read or removed.
         self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
-        self.memory = self._make_memory() if config.memory_every else None
-        held = 0 if self.memory is None else self.memory.newest(self._last_logged())
-        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group, held)
+        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
         """Checkpoint that this run resumed from."""
-        self.resumed_from_memory = held > 0 and self.resumed is None
         if self.resumed is not None:
             self._resume(self.resumed)
-        elif self.memory is not None and held:
-            record = self.memory.restore(held)
-            self.steps_done, self.updates = held, record["updates"]
-            self.step_check.recent.extend(record["losses"])
-            set_choices(self.model, record["choices"], None)
-        if self.memory is not None:
-            self.memory.forget(but=held if self.resumed is None else 0)
         if isinstance(self.model, MoEGPT):
             stages = self.mesh.num_stages
             self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
 
     def _resume(self, path: Path) -> None:
-        record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
+        require_sizes(Metadata.read(path), self.sizes, path)
+        record = load(path, self.model, self.optimizer, self.group)
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
         set_choices(self.model, record.choices, self.group)
-        batches = record.data_differences(self._data())
-        sums = record.backend_difference(_backend_of(self.group)) if record.ranks > 1 else ""
-        rate = record.rate_difference(self.learning_rate(record.step))
-        for differs, what in (
-            (batches, f" resumes with different batches: {batches}"),
-            (sums, f": {sums}; give --backend {record.backend or 'gloo'}"),
-            (
-                rate,
-                f": {rate}; give the --steps, --warmup and --learning-rate... of the saved run to go on as it would",
-            ),
-        ):
-            if differs and group_rank(self.group) == 0:
-                warnings.warn(f"checkpoint {str(path)!r}{what}", stacklevel=3)
+        rate = self.learning_rate(record.step)
+        for each in differences(record, self._data(), _backend_of(self.group), rate):
+            if group_rank(self.group) == 0:
+                warnings.warn(f"checkpoint {str(path)!r}{each}", stacklevel=3)
         # A run restarted automatically may find itself complete.
         if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(
                 f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
                 "left to do; raise --steps"
             )
-
-    def _make_memory(self) -> StateMemory:
-        """Memory that ranks with the same state share a name in: replicas, unless state is sharded over them."""
-        tensor, mesh = self.plan.uniform_tp, self.mesh
-        shard = f"stage {mesh.stage}, part {mesh.rank % (tensor or 1)}"
-        experts = self.plan.experts is not None or self.config.model_experts
-        if tensor is None or self.plan.zero or self.plan.fsdp or experts:
-            shard = f"rank {group_rank(self.group)} of {group_size(self.group)}"
-        return StateMemory(self.model, self.optimizer, shard, self.group)
-
-    def _last_logged(self) -> float:
-        """Last step in the log, behind which a run cannot go on without a hole in it; infinity without a log."""
-        log = self.config.step_log
-        return last_logged_step(log) if log is not None and group_rank(self.group) == 0 else math.inf
-
-    def remember(self) -> None:
-        """Copy the state to memory. All ranks call it after the same step."""
-        if self.memory is not None:
-            self.settle()
-            choices = choices_of(self.model, None)  # of this rank, whose memory it is
-            record = {"updates": self.updates, "losses": list(self.step_check.recent), "choices": choices}
-            self.memory.save(self.steps_done, record)
 
     def _data(self) -> dict[str, Any]:
         config = self.config
@@ -337,7 +295,7 @@ class Trainer:
     def save(self, path: str) -> None:
         """Write a checkpoint, loadable with any parallel degrees and any plan."""
         self.settle()
-        save(path, self.model, self.optimizer, self.checkpoint_metadata(), self.group)
+        write(path, state(self.model, self.optimizer, self.group), self.checkpoint_metadata(), self.group)
 
     def settle(self) -> None:
         """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""

@@ -2,7 +2,7 @@
 
 --stages: of a run by a plan of two stages with two tensor-parallel ranks each, else of two tensor-parallel ranks.
 `python kills.py --seconds [KILLS [SEED]]` measures the time from a kill to the next step that was not done before, by
-checkpoints on disk and by memory, of two replicas of 25 million parameters.
+checkpoints on disk and in memory, of two replicas of 25 million parameters.
 """
 
 import contextlib
@@ -200,13 +200,13 @@ def unbroken_run(corpus, folder, *, steps, plan=None, **options):
     return log
 
 
-def seconds_lost(corpus, folder, *, kills, seed, **options):
+def seconds_lost(corpus, folder, *, kills, seed, every):
     """Kill a rank `kills` times; returns for each the seconds to the next step that was not done before."""
     log, generator, found = folder / "log.jsonl", random.Random(seed), []
     sizes = {"hidden": 512, "layers": 8, "heads": 8, "sequence": 64, "batch": 4, "steps": 20 * kills + 15}
     words = arguments(
-        corpus, dp=2, tp=1, checkpoint=folder / "run", checkpoint_every=20, keep=1, step_log=log, max_restarts=kills,
-        **sizes, **options,
+        corpus, dp=2, tp=1, checkpoint=folder / "run", checkpoint_every=every, keep=2, step_log=log,
+        max_restarts=kills, **sizes,
     )  # fmt: skip
 
     def kill(run):
@@ -224,10 +224,10 @@ def seconds_lost(corpus, folder, *, kills, seed, **options):
 
 
 def print_seconds(kills, seed):
-    for name, options in {"disk": {}, "memory": {"memory_every": 1}}.items():
-        with tempfile.TemporaryDirectory() as directory:
+    for name, place, every in (("disk", None, 20), ("memory", "/dev/shm", 1)):
+        with tempfile.TemporaryDirectory(dir=place) as directory:
             folder = Path(directory)
-            found = seconds_lost(write_corpus(folder / "text.txt"), folder, kills=kills, seed=seed, **options)
+            found = seconds_lost(write_corpus(folder / "text.txt"), folder, kills=kills, seed=seed, every=every)
         print(f"{name}: median {statistics.median(found):.1f} s, worst {max(found):.1f} s of {kills} kills")
 
 

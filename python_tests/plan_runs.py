@@ -1,9 +1,11 @@
 """Plans for tests, of a small GPT, and their runs compared with one process on the whole batch."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from oases import TrainConfig, Trainer
 from oases.core.blocks.sharding import holders, sharded_parameters
@@ -133,3 +135,15 @@ def check_plan(text, data, expected):
 def one_process(model, data):
     """`curve` of a model in one process."""
     return curve(Trainer(config_for(plan_of(1, (model.num_blocks, 1), model=model), config_values(data))))
+
+
+def stored_once(path):
+    """Metadata of a checkpoint's tensors by name, of each of which its files hold every element once."""
+    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    for name, each in found.items():
+        assert each.size.numel() == sum(chunk.sizes.numel() for chunk in each.chunks), name
+    headers = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in Path(path).glob("*.safetensors")]
+    files = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    # What two stages or replicas had both written would lie in the files besides.
+    assert files - sum(headers) == sum(each.size.numel() * each.properties.dtype.itemsize for each in found.values())
+    return found

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oases.checkpoint import retention
-from oases.checkpoint.files import write
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.resume import starting_checkpoint
+from oases.checkpoint.writer import write
 from oases.core.schedule import (
     GENERATORS,
     PIPELINES,
@@ -39,6 +38,7 @@ from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig
 from oases_train.plan import plan_from_degrees
+from oases_train.resume import starting_checkpoint
 from reliability.input_mutations import hardware, mutated, plans, schedules
 
 PLAIN = settings(
@@ -261,12 +261,12 @@ class CheckpointFolder(RuleBasedStateMachine):
 
     def _prune(self, keep):
         self._pruning = True
-        retention.prune(self.folder, keep)
+        retention.tidy(self.folder, keep)
 
     @rule(keep=st.integers(1, 3))
     def prunes(self, keep):
         there = [retention.step_of(path) for path in retention.checkpoints(self.folder)]
-        retention.prune(self.folder, keep)
+        retention.tidy(self.folder, keep)
         self.whole &= set(there[:keep])
         self.unsure &= set(there[:keep])
 

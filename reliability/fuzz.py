@@ -69,7 +69,6 @@ def seeds_of(name: str) -> list[bytes]:
 def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     """The parser, called with an input's bytes. It raises AssertionError where what was read is not read again."""
     from oases.checkpoint.metadata import RECORD, Metadata
-    from oases.checkpoint.reader import CheckpointReader
     from oases.cli.plan_options import counts, parse_bytes
     from oases.core.schedule import format_schedule, parse_schedule, read_schedule
     from oases.graph.trace.configuration import read_configuration
@@ -83,6 +82,7 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.simulator.hardware_file import to_json as hardware_json
     from oases.testbed import Backend, link_bytes_per_second
     from oases_train.config import TrainConfig
+    from oases_train.convert import read_index
     from oases_train.logs import StepLog, last_logged_step
 
     path = folder / {"yaml": "input.yaml", "record": RECORD, "metadata": ".metadata"}.get(name, "input")
@@ -122,7 +122,7 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
         "options": options, "loads": lambda path: list(replay(path)), "index": _weight_map,
         "configuration": lambda path: read_configuration(path, "--model"),
         "record": lambda path: Metadata.read(path.parent),
-        "metadata": lambda path: CheckpointReader(path.parent).read_metadata(),
+        "metadata": lambda path: read_index(path.parent),
     }  # fmt: skip
     parse = parsers[name]
 

@@ -99,7 +99,7 @@ def traces() -> list[str]:
 
 def records() -> list[str]:
     """Metadata of a checkpoint."""
-    data = {"step": 2, "updates": 2, "sizes": {"hidden": 16}, "data": {"seed": 0}, "losses": [1.0], "format": 2}
+    data = {"step": 2, "updates": 2, "sizes": {"hidden": 16}, "data": {"seed": 0}, "losses": [1.0], "format": 4}
     return [json.dumps(data), json.dumps(data | {"plan": {"world": 2}, "random": ["AA=="], "ranks": 2})]
 
 

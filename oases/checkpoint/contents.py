@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,20 +134,11 @@ def set_options(group: Options, options: Options) -> None:
             group[name] = tuple(value) if isinstance(value, list) else value
 
 
-class DrawingPart(Protocol):
-    """Part of a model whose random draws depend on a seed and on how often it was called."""
+def drawing_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parts whose random draws depend on a seed and on how often they were called: hooks of a model, "", and stacks.
 
-    @property
-    def calls(self) -> int: ...  # noqa: D102
-
-    @property
-    def seed(self) -> int | None: ...  # noqa: D102
-
-    def at_call(self, number: int, seed: int | None) -> None: ...  # noqa: D102
-
-
-def drawing_parts(model: nn.Module) -> Iterator[tuple[str, DrawingPart]]:
-    """The hooks of a model, "", and its stacks, with the names of their layers, which do not depend on the mesh."""
+    Names are those of the layers, which do not depend on the mesh.
+    """
     if hasattr(model, "oases_partition"):
         partition: Any = model.oases_partition
         hooks: Any = model.oases_hooks

@@ -1,37 +1,28 @@
-"""Metadata of a checkpoint: step, model sizes, data position, configuration and plan."""
+"""Metadata of a checkpoint: step, model sizes, data position, configuration and plan, as JSON beside the tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import short
-from oases.models.options import BYTES
 
-FORMAT = 3
+FORMAT = 4
 """Version of the checkpoint format; increased when an older reader would misread it."""
 
 RECORD = "checkpoint.json"
 """Metadata file; a folder with one is a checkpoint."""
 
 
-_KINDS = {
-    "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
-    "names": dict, "optimizer": dict, "streams": dict, "choices": dict, "extra": dict,
-    "backend": str, "config": dict, "format": int,
-}  # fmt: skip
-"""Types of the fields that a resumed run reads."""
-
-
-class NewerFormatError(UsageError):
-    """Checkpoint of a format that a later version of oases writes."""
+class FormatError(UsageError):
+    """Checkpoint of a format that a later version of oases writes, or of one to be converted."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +46,17 @@ class Metadata:
     updates: int
     sizes: dict[str, Any]
     learning_rate: float = 0.0
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
-    random: list[str] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
-    choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    random: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
     backend: str = ""
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    names: dict[str, str] = dataclasses.field(default_factory=dict)
-    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    streams: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, str | dict[str, str] | list[dict[str, Any]]] = field(default_factory=dict)
+    streams: dict[str, list[int | None]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] | None = None
     format: int = FORMAT
 
@@ -76,90 +67,68 @@ class Metadata:
         write_synced(folder / RECORD, text)
 
     @classmethod
-    def read(cls, folder: str | Path) -> Metadata:
-        """Read the metadata of a checkpoint. UsageError where it is missing, unreadable, or of a newer format."""
+    def read(cls, folder: str | Path, *, older: bool = False) -> Metadata:
+        """Read the metadata of a checkpoint. older: also of an older format.
+
+        UsageError where it is missing or unreadable, FormatError where it is of another format.
+        """
         if not is_checkpoint(folder):
             raise UsageError(f"{str(folder)!r} is not a checkpoint folder; give one that --checkpoint wrote")
         try:
             # Not strict: options of an optimizer and the user's values may be infinite, as ReduceLROnPlateau's are.
             given = read_json(Path(folder) / RECORD, "file", "use another", strict=False)
-            version = given["format"]
-            if isinstance(version, int) and version > FORMAT:
-                raise NewerFormatError(
-                    f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; "
-                    "upgrade oases"
-                )
+            _require_format(folder, given["format"], older)
             record = cls(**given)
-            for name, kind in _KINDS.items():
-                if not isinstance(getattr(record, name), kind):
-                    raise TypeError(f"{name} is {short(getattr(record, name))}")
             record._require_valid(Path(folder).name)
             return record
-        except NewerFormatError:
+        except FormatError:
             raise
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error!s:.300}); use another"
             ) from error
 
     def _require_valid(self, folder: str) -> None:
-        """Raise TypeError for a field whose contents are of another type, ValueError for one out of range."""
+        """Raise TypeError for a field of another type, ValueError for one out of range."""
+        for name, kind in get_type_hints(Metadata).items():
+            if not _fits(getattr(self, name), kind):
+                raise TypeError(f"{name} is {short(getattr(self, name))}")
         for name in ("step", "updates", "ranks", "format"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not 0 <= number < 2**63:
-                raise ValueError(f"{name} is {short(number)}")
-        if isinstance(self.learning_rate, bool) or not abs(self.learning_rate) < 1e300:
-            raise ValueError(f"learning_rate is {short(self.learning_rate)}")
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}")
         if folder.startswith("step-") and folder[5:].isdecimal() and int(folder[5:]) != self.step:
             raise ValueError(f"step is {self.step} in {folder}")
-        optimizer = {"class": str, "groups": list, "numbers": dict}
-        texts = [*self.random, *self.names.values(), *self.choices.values()]
-        streams = [each for pair in self.streams.values() for each in (pair if isinstance(pair, list) else [pair])]
-        valid = {
-            "optimizer": all(isinstance(self.optimizer.get(name, kind()), kind) for name, kind in optimizer.items())
-            and all(isinstance(group, dict) for group in self.optimizer.get("groups", [])),
-            "random, names or choices": all(isinstance(text, str) for text in texts),
-            "losses": all(isinstance(loss, (int, float)) for loss in self.losses),
-            "streams": all(isinstance(pair, list) for pair in self.streams.values())
-            and all(each is None or (isinstance(each, int) and abs(each) < 2**64) for each in streams),
-        }
-        for name, right in valid.items():
-            if not right:
-                raise TypeError(f"{name} holds a value of a wrong type")
+        kinds = {"class": str, "groups": list, "numbers": dict}
+        given = {name: type(each) for name, each in self.optimizer.items()}
+        if given and {"numbers": dict} | given != kinds:
+            raise TypeError(f"optimizer is {short(self.optimizer)}")
 
-    def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
-        """Raise UsageError, naming what differs, unless the checkpoint in `folder` is of a model of these sizes."""
-        saved = {"vocabulary": BYTES, "experts": 0} | self.sizes
-        for name, size in ({"experts": 0} | sizes).items():
-            if saved.get(name) != size:
-                raise UsageError(
-                    f"checkpoint {str(folder)!r} does not fit: {name} is {saved.get(name)} there and {size} here; "
-                    "give the sizes of the model that was saved"
-                )
 
-    def backend_difference(self, backend: str) -> str:
-        """Reason why sums over a backend may differ in the last bits from the saved run's; "" if they do not.
-
-        `staged` adds numbers in the order of ranks; gloo and what is built on it (`sim`) in an order of its own.
-        """
-        saved = self.backend or "gloo"
-        if not backend or (saved == "staged") == (backend == "staged"):
-            return ""
-        return f"its sums were made over {saved}, these are over {backend} and may differ in their last bits"
-
-    def data_differences(self, data: dict[str, Any]) -> str:
-        """Differences that change the coming batches, for a warning; empty if there are none."""
-        names = {**data, **self.data} if self.data else {}
-        found = {name: (self.data.get(name, "none"), data.get(name, "none")) for name in names if name != "next_step"}
-        return ", ".join(
-            f"{name} {there} there and {here} here" for name, (there, here) in found.items() if there != here
+def _require_format(folder: str | Path, version: Any, older: bool) -> None:
+    if type(version) is int and version > FORMAT:
+        raise FormatError(
+            f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; upgrade "
+            "oases"
+        )
+    if type(version) is int and version < FORMAT and not older:
+        raise FormatError(
+            f"checkpoint {str(folder)!r} is of format {version}, and this oases reads format {FORMAT}; run `oases "
+            f"export --convert {folder} NEW/{Path(folder).name}` and give that"
         )
 
-    def rate_difference(self, rate: float) -> str:
-        """Why the next step's learning rate is not the one that the saved run would have used; "" if it is."""
-        if not self.learning_rate or math.isclose(self.learning_rate, rate, rel_tol=1e-6):
-            return ""
-        return f"its next step had the learning rate {self.learning_rate:.4g}, this run's has {rate:.4g}"
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of an annotated type. Integers have 64 bits."""
+    of = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, each) for each in of)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(each, of[0]) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(each, of[1]) for each in value.values())
+    if kind in (int, float) and type(value) is int:
+        return abs(value) < 2**64
+    return kind is Any or type(value) is kind
 
 
 def is_checkpoint(folder: str | Path) -> bool:

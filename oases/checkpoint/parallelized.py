@@ -28,7 +28,7 @@ from oases.checkpoint.contents import (
     set_streams,
 )  # fmt: skip
 from oases.checkpoint.files import load
-from oases.checkpoint.lock import lock_now
+from oases.checkpoint.lock import FolderLock
 from oases.checkpoint.metadata import Metadata, is_checkpoint
 from oases.checkpoint.resume import require_latest, require_seen, valid_checkpoint
 from oases.checkpoint.state import random_streams, state
@@ -108,7 +108,7 @@ def save_checkpoint(
         choices=choices_of(model, group),
         extra=kept,
     )
-    writer.start(state(model, optimizer, group, contents.names, copied=asynchronous), record)
+    writer.start(state(model, optimizer, group, contents.names), record, copied=asynchronous)
     if not asynchronous:
         writer.wait()
     return SavedCheckpoint(retention.folder_of(Path(folder).resolve(), step), writer)
@@ -148,7 +148,7 @@ def load_checkpoint(
     everyone = all_gather_objects(mine, group)
     if optimizer is not None:
         require_all_trained(path, record, everyone)
-    load(path, model, optimizer, group, verify=False)
+    load(path, model, optimizer, group)
     for each, options in groups:
         set_options(each, options)
     if optimizer is not None:
@@ -166,7 +166,7 @@ def _tidy(folder: Path) -> None:
     """Give a checkpoint its name back whose replacement was cut off, unless a run that writes here will do so."""
     if any(folder.glob(".step-*")):
         with suppress(UsageError):
-            lock = lock_now(folder)
+            lock = FolderLock(folder, patience_seconds=0)
             retention.tidy(folder)
             lock.release()
 

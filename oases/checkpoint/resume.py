@@ -1,86 +1,17 @@
-"""Choice of the checkpoint to resume from: the one given, or the newest valid one of the run itself."""
+"""Choice of a checkpoint: the one given, or the newest valid one in a folder."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import oases.checkpoint.retention as retention
-from oases.checkpoint.integrity import INDEX, find_fault
-from oases.checkpoint.metadata import RECORD, Metadata, NewerFormatError, is_checkpoint
-from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
+from oases.checkpoint.files import require_intact
+from oases.checkpoint.integrity import find_fault
+from oases.checkpoint.metadata import FormatError, Metadata, is_checkpoint
+from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank
 from oases.errors import UsageError
-
-AUTO = "auto"
-"""Value of `resume` for the newest checkpoint in the run's own folder, or the start."""
-
-
-def starting_checkpoint(
-    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None, held: int = 0
-) -> Path | None:
-    """Find the checkpoint to resume from; None: start from scratch. Collective; the same on all ranks.
-
-    own: folder that the run writes to. resume: the option's value. resumes_newest: the run was restarted, or resume
-    is "auto"; then the newest valid checkpoint in `own` comes first. held: step that the ranks have in memory, 0
-    without; then None unless there is a later checkpoint, and no other is read. The result's checksums are verified.
-    Corrupt checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a
-    given checkpoint that is corrupt, for one that not all ranks see, and for a folder with later checkpoints than the
-    one to resume from, which would count as newer than those the run writes.
-    """
-    found = None
-    if own is not None:
-        if group_rank(group) == 0:
-            retention.tidy(own)
-        if resumes_newest:
-            found = _newest(own, group, held)
-    if found is None and not held and resume is not None and resume != AUTO:
-        found = valid_checkpoint(Path(resume), group)
-    if own is not None:
-        step = held if found is None else Metadata.read(found).step
-        require_latest(own, step, group, "give --resume auto to resume from the newest, or a new folder")
-    return found
-
-
-def resumed_backend(own: str | None, resume: str | None, resumes_newest: bool) -> str | None:
-    """Backend of the run that one with these options continues; None where it starts anew. Before any rank starts.
-
-    That of the newest checkpoint whose record can be read: "gloo" where it names none, as in versions before 0.2.
-    None where one rank wrote it, without sums.
-    """
-    given = None if resume in (None, AUTO) else Path(str(resume))
-    candidates = [*retention.checkpoints(own)] if own is not None and resumes_newest else []
-    if given is not None:
-        candidates += [given] if is_checkpoint(given) else retention.checkpoints(given)
-    for path in candidates:
-        if not _record_fault(path):
-            record = Metadata.read(path)
-            return None if record.ranks == 1 else record.backend or "gloo"
-    return None
-
-
-def require_resumable(own: str | None, resume: str | None, resumes_newest: bool, sizes: dict[str, Any]) -> None:
-    """Check before any rank starts. UsageError unless there is a checkpoint of these sizes, if one is needed."""
-    if resumes_newest:
-        for path in retention.checkpoints(own or "")[:1]:
-            if not _record_fault(path):  # else the ranks skip it
-                _fits(path, sizes)
-    if resume is None or resume == AUTO:
-        return
-    path = Path(resume)
-    if not is_checkpoint(path):
-        inside = retention.checkpoints(path)
-        if not inside:
-            Metadata.read(path)  # raises: not a checkpoint
-        path = inside[0]
-    _fits(path, sizes)
-
-
-def _fits(path: Path, sizes: dict[str, Any]) -> None:
-    # Without metadata it is corrupt, which the ranks will report.
-    if is_checkpoint(path):
-        Metadata.read(path).require_sizes(sizes, path)
 
 
 def valid_checkpoint(given: Path, group: ProcessGroup | None) -> Path:
@@ -90,24 +21,20 @@ def valid_checkpoint(given: Path, group: ProcessGroup | None) -> Path:
     """
     require_seen(given, group)
     if is_checkpoint(given):
-        fault = find_fault(given, group)
-        if fault:
-            raise UsageError(f"checkpoint {str(given)!r} is corrupt: {fault}; use another")
+        require_intact(given, group)
         return given
     if not retention.checkpoints(given):
         Metadata.read(given)  # raises: not a checkpoint
-    found = _newest(given, group)
+    found = newest_valid(given, group)
     if found is None:
         raise UsageError(f"{str(given)!r} holds no valid checkpoint; give another folder")
     return found
 
 
-def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> Path | None:
-    """Newest valid checkpoint in a folder, of a later step than `after`."""
+def newest_valid(folder: str | Path, group: ProcessGroup | None) -> Path | None:
+    """Newest valid checkpoint in a folder."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
-        if after and retention.step_of(path) <= after:
-            break
         require_seen(path, group)
         fault = _fault(path, group)
         if not fault:
@@ -119,37 +46,19 @@ def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> P
 
 def _fault(path: Path, group: ProcessGroup | None) -> str:
     """Describe what is wrong with a checkpoint, or "". Collective; the same on all ranks."""
+    from oases.checkpoint import storage  # takes half a second
+
     if found := find_fault(path, group):
         return found
-    mine = _record_fault(path) or _index_fault(path) or _shard_fault(path, group)
-    return next(filter(None, all_gather_objects(mine, group)), "")
-
-
-def _record_fault(path: Path) -> str:
+    mine = ""
     try:
         Metadata.read(path)
-    except NewerFormatError:
+        storage.Reader(path).read_metadata()
+    except FormatError:
         raise  # skipping it would lose steps
     except UsageError as error:
-        return f"{RECORD} cannot be read ({error.__cause__ or error})"
-    return ""
-
-
-def _index_fault(path: Path) -> str:
-    from oases.checkpoint.reader import CheckpointReader  # takes half a second
-
-    try:
-        CheckpointReader(path).read_metadata()
-    except UsageError as error:
-        return f"{INDEX} cannot be read ({error.__cause__ or error})"
-    return ""
-
-
-def _shard_fault(path: Path, group: ProcessGroup | None) -> str:
-    """Fault of this rank's share of the parts."""
-    from oases.checkpoint.reader import CheckpointReader  # takes half a second
-
-    return CheckpointReader(path).shard_fault(group_rank(group), group_size(group))
+        mine = str(error.__cause__ or error)
+    return next(filter(None, all_gather_objects(mine, group)), "")
 
 
 def require_seen(folder: str | Path, group: ProcessGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -58,11 +59,64 @@ def require_folder(folder: str | Path) -> Path:
     return path
 
 
-def tidy(folder: str | Path) -> None:
+def require_replaceable(path: Path) -> None:
+    """Raise UsageError unless `path` may be written: absent, an empty folder, or an earlier checkpoint."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"checkpoint {str(path)!r} is a file; give the path of a folder of its own")
+    if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
+        raise UsageError(
+            f"checkpoint {str(path)!r} holds other files, which would be replaced; give a new or empty folder"
+        )
+
+
+def part_of(path: Path) -> Path:
+    """Folder in which a checkpoint is written before it gets its name."""
+    return path.with_name(f".{path.name}.part")
+
+
+def begin(path: Path) -> Path:
+    """Make the folder in which a checkpoint is written, empty; returns it."""
+    part = part_of(path)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def complete(part: Path, path: Path) -> None:
+    """Give a complete checkpoint its name. An earlier one of that name stays until then."""
+    old = path.with_name(f".{path.name}.old")
+    sync(part)
+    if path.exists():  # else an earlier run ended here, and `old` is the only one
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    try:
+        part.rename(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tidy(folder: str | Path, keep: int = 0) -> None:
     """Remove incomplete checkpoints of a run that ended while writing or removing one; warn of those that stay.
 
-    A checkpoint that was to be replaced by one of the same step, but is not yet, gets its name back.
+    A checkpoint that was to be replaced by one of the same step, but is not yet, gets its name back. keep: number of
+    newest checkpoints that stay; 0: all.
     """
+    for path in checkpoints(folder)[keep:] if keep else []:
+        # Rename first: a partially removed folder must not look like a checkpoint.
+        path.rename(path.with_name(f".{path.name}.pruned"))
     for path in Path(folder).glob(".step-*"):
         if left := _LEFT.fullmatch(path.name):
             replaced = path.with_name(left["name"])
@@ -81,13 +135,6 @@ def set_aside(path: Path) -> Path:
     if target.is_symlink() or target.exists():
         _remove(target)
     return path.rename(target)
-
-
-def prune(folder: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0: remove none."""
-    for path in checkpoints(folder)[keep:] if keep else []:
-        # Rename first: a partially removed folder must not look like a checkpoint.
-        _remove(path.rename(path.with_name(f".{path.name}.pruned")))
 
 
 def _remove(path: Path) -> None:

@@ -1,28 +1,48 @@
-"""Asynchronous checkpointing: tensors are copied, and a thread on every rank writes the copies."""
+"""Writing of checkpoints: tensors are copied, and written in the background by `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
-import threading
+import shutil
 import time
 import warnings
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 import oases.checkpoint.retention as retention
-from oases.checkpoint.coordination import SaveError, run_on_all_ranks
-from oases.checkpoint.files import write
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
 from oases.checkpoint.state import State
 from oases.core.execution.failure import lost_a_rank
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.errors import UsageError
 
 PATIENCE_SECONDS = 30.0
 """Time that a failing run waits for a pending checkpoint."""
 LOST_SECONDS = 5.0
 """The same where a rank is lost, without which no checkpoint is completed: it may just lack the tidying."""
+
+
+class SaveError(UsageError):
+    """Failure to write a checkpoint, raised on every rank; earlier checkpoints are unchanged."""
+
+
+def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup | None) -> None:
+    """Write what `state` returned with its metadata to the folder `path`, replacing an earlier checkpoint.
+
+    Collective over group: all ranks; replicated tensors are written once. SaveError on all ranks where the folder
+    holds anything else or cannot be written.
+    """
+    from oases.checkpoint import storage  # slow to import
+
+    path = Path(path).resolve()
+    with _save_errors(path, group):
+        storage.save_now(state, storage.Writer(path, record), group)
 
 
 class CheckpointWriter:
@@ -43,39 +63,44 @@ class CheckpointWriter:
         """Time of the writing threads."""
         self._first = group_rank(process_group) == 0
         self._group: ProcessGroup | None = None
-        if process_group is not None and group_size(process_group) > 1:
+        if process_group is not None:
             ranks = dist.get_process_group_ranks(process_group)
             # A group of a subset of ranks is named after them: if it were destroyed, the next group of that name
             # would read stale addresses from the store. So it is kept.
             self._stays = len(ranks) < dist.get_world_size()
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._stays)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._pending: futures.Future[Any] | None = None
+        self._path = self.folder
 
-    def start(self, state: State, record: Metadata) -> None:
-        """Start writing `state`, which must not change meanwhile. Calls `wait` first."""
+    def start(self, state: State, record: Metadata, *, copied: bool = True) -> None:
+        """Start writing `state`. Calls `wait` first. copied: else it must not change meanwhile."""
+        from oases.checkpoint import storage  # slow to import
+
         self.wait()
-        # A daemon: a rank whose peers have died must be able to exit.
-        self._thread = threading.Thread(target=self._write, args=(state, record), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._path = retention.folder_of(self.folder, record.step)
+        begin = time.perf_counter()
+        writer = storage.Writer(self._path, record, copied=copied, before=self._require_lock, after=self._tidy)
+        self._pending = storage.save(state, writer, self._group)
+        self._pending.add_done_callback(lambda _: self._note(begin))
 
     def failed(self) -> bool:
         """Whether a write failed that `wait` has not raised yet; other ranks may learn it later.
 
         Raises other errors of the thread, such as a lost peer.
         """
-        if self._error is not None and not isinstance(self._error, SaveError):
-            raise self._error
-        return self._error is not None
+        if self._pending is None or not self._pending.done() or (error := self._pending.exception()) is None:
+            return False
+        if isinstance(error, Exception):
+            raise error
+        return True
 
     def wait(self) -> None:
         """Wait for the pending checkpoint; raise SaveError, once and on all ranks, if the write failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with _save_errors(self._path, self._group):
+                pending.result()
+            self.saved += 1
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -87,23 +112,20 @@ class CheckpointWriter:
             self.wait()
         else:
             self.settle(LOST_SECONDS if error is not None and lost_a_rank(error) else PATIENCE_SECONDS)
-        if self._lock is not None and self._thread is None:
+        if self._lock is not None and self._pending is None:
             self._lock.release()
-        if self._group is not None and self._thread is None and not self._stays:
+        if self._group is not None and self._pending is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def serves(self, folder: Path, group: ProcessGroup | None) -> bool:
         """Whether this writes to a folder with all ranks of a group, and its own group still exists."""
-        if self.folder != folder:
-            return False
-        if self._group is None:
-            return group_size(group) == 1
+        if self.folder != folder or self._group is None or group is None:
+            return self.folder == folder and self._group is group
         try:
-            mine = dist.get_process_group_ranks(self._group)
+            return dist.get_process_group_ranks(self._group) == dist.get_process_group_ranks(group)
         except (KeyError, ValueError, RuntimeError):  # destroyed
             return False
-        return group is not None and mine == dist.get_process_group_ranks(group)
 
     def close(self) -> None:
         """Wait for the pending checkpoint, unless the group is destroyed, and give up the folder. Collective."""
@@ -116,38 +138,50 @@ class CheckpointWriter:
 
     def settle(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for the pending checkpoint while another error propagates or at exit; a failure only warns."""
-        if self._thread is None:
+        if self._pending is None:
             return
-        self._thread.join(patience_seconds)
         why = f"it took more than {patience_seconds:g} s"
-        if not self._thread.is_alive():
-            self._thread = None
-            error, self._error = self._error, None
+        if futures.wait([self._pending], patience_seconds).done:
+            error, self._pending = self._pending.exception(), None
             if error is None:
+                self.saved += 1
                 return
-            why = (str(error).splitlines() or [type(error).__name__])[0]
+            why = (_causes(error).splitlines() or [type(error).__name__])[0]
         if self._first:
             warnings.warn(f"the pending checkpoint in {str(self.folder)!r} is incomplete: {why}", stacklevel=4)
+
+    def _note(self, begin: float) -> None:
+        self.write_seconds += time.perf_counter() - begin
 
     def _require_lock(self) -> None:
         if self._lock is not None:
             self._lock.require()
 
     def _tidy(self) -> None:
-        if self._first:
-            retention.tidy(self.folder)  # what a disk that was read-only meanwhile kept of earlier ones
-            retention.prune(self.folder, self.keep)
+        retention.tidy(self.folder, self.keep)  # also what a disk that was read-only meanwhile kept of earlier ones
 
-    def _write(self, state: State, record: Metadata) -> None:
-        start = time.perf_counter()
-        try:
-            path = retention.folder_of(self.folder, record.step)
-            run_on_all_ranks(self._require_lock, f"checkpoint {str(path)!r}", self._group)
-            write(path, state, record, self._group)
-            what = f"after checkpoint {str(path)!r}, its folder"
-            run_on_all_ranks(self._tidy, what, self._group)
-        except Exception as error:  # the rank's main thread raises it
-            self._error = error
-        else:
-            self.saved += 1
-        self.write_seconds += time.perf_counter() - start
+
+@contextmanager
+def _save_errors(path: Path, group: ProcessGroup | None) -> Iterator[None]:
+    """Raise SaveError, on all ranks alike, where a checkpoint could not be written, and remove what was."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        if group_rank(group) == 0:
+            shutil.rmtree(retention.part_of(path), ignore_errors=True)
+        if group_size(group) > 1:
+            dist.barrier(group=group)  # no rank looks while it is being removed
+        raise SaveError(f"checkpoint {str(path)!r} could not be written: {_causes(error)}") from error
+
+
+def _causes(error: BaseException) -> str:
+    """What failed, by rank, of a CheckpointException; the text of another error."""
+    said = []
+    for rank, (cause, _) in getattr(error, "failures", {}).items():
+        text = str(cause) if isinstance(cause, OSError | UsageError) else f"{type(cause).__name__}: {cause}"
+        said.append(
+            f"rank {rank}: {text}{'; free disk space, or save elsewhere' if isinstance(cause, OSError) else ''}"
+        )
+    return "; ".join(said) or str(error)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
-from oases.launch import fork_server, memory
+from oases.launch import fork_server
 from oases.launch.agents import RankFailedError, launch
 from oases.limits import MOST_LOCAL_RANKS
 from oases.testbed import Backend, Nodes
@@ -101,8 +101,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
         return _rank_main(function, arguments, options)
     if options.backend.single_process:
         return _stand_for_all(function, arguments, options)
-    with memory.kept_for(options.size):
-        return _launch(function, arguments, options)
+    return _launch(function, arguments, options)
 
 
 def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:

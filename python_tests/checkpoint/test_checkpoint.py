@@ -14,17 +14,16 @@ import kills
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as saver
 from plan_runs import PLANS
 from safetensors.torch import load_file
 
 from oases import TrainConfig, Trainer
-from oases.checkpoint import files as checkpoint
-from oases.checkpoint import integrity, writer
-from oases.checkpoint.coordination import SaveError
+from oases.checkpoint import integrity, storage, writer
 from oases.checkpoint.files import export
 from oases.checkpoint.lock import LOCK
 from oases.checkpoint.metadata import FORMAT, Metadata
+from oases.checkpoint.writer import SaveError
 from oases.cli import main
 from oases.errors import UsageError
 from oases.plans.plan import Plan
@@ -145,7 +144,7 @@ def test_one_process_then_two_then_two_by_two(two_ranks, four_ranks, corpus, alo
 # --- broken ones ---
 
 
-FILES = ["__0_0.distcp", ".metadata", "checkpoint.json", "checksums.json"]
+FILES = ["checkpoint.json", "checksums.json", "shard-00001-model-00001-of-00001.safetensors"]
 
 
 def harm(file, how):
@@ -200,7 +199,7 @@ def test_where_all_are_broken_nothing_is_pretended(corpus, saved, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     for path in folder.iterdir():
-        harm(path / ".metadata", "truncated")
+        harm(path / FILES[2], "truncated")
     with (
         pytest.warns(UserWarning, match="corrupt and skipped"),
         pytest.raises(UsageError, match="holds no valid checkpoint"),
@@ -252,7 +251,7 @@ def test_a_folder_with_later_steps_is_refused(corpus, saved, tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path):
     """The thread is held up until two more steps are done; what it then writes is the state from before them."""
-    gate, save = threading.Event(), dcp.save
+    gate, save = threading.Event(), saver.save
     folder = tmp_path / "checkpoints"
 
     def held_up(*arguments, **options):
@@ -266,7 +265,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path)
 
     config = dataclasses.replace(CONFIG, data=corpus, checkpoint=str(folder), checkpoint_every=2)
     trainer = Trainer(config)
-    with mock.patch.object(dcp, "save", held_up), pytest.raises(InterruptedError):
+    with mock.patch.object(saver, "save", held_up), pytest.raises(InterruptedError):
         trainer.train(on_step)
     assert names(folder) == ["step-000002"]  # a run that fails waits for it
     assert trained(corpus, resume=str(folder))[0] == alone[2:]
@@ -284,7 +283,7 @@ def fails_on_rank(victim, corpus, folder, save_error):
 
     values = {"data": corpus, "checkpoint": folder, "checkpoint_every": 2, "save_error": save_error}
     trainer = Trainer(dataclasses.replace(CONFIG, **values))
-    with mock.patch.object(checkpoint, "checksums", checksums):
+    with mock.patch.object(storage, "checksums", checksums):
         try:
             return trainer.train()["checkpoints"]["failed"], names(folder)
         except SaveError as error:
@@ -339,7 +338,7 @@ def test_a_run_that_lost_a_rank_does_not_wait_for_its_checkpoint(monkeypatch, tm
     ended = threading.Event()
     monkeypatch.setattr(writer, "LOST_SECONDS", 0.1)
     monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(writer, "write", lambda *given: ended.wait())
+    monkeypatch.setattr(saver, "save", lambda *given, **options: ended.wait())
 
     def fails():
         with writer.CheckpointWriter(tmp_path, 2, None) as saving:
@@ -386,8 +385,9 @@ def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
     with pytest.raises(UsageError, match="pipe' is not a file; give the path of a file to write"):
         export(folder, tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
-    harm(Path(folder) / "step-000001" / "__1_0.distcp", "changed")
-    with pytest.raises(UsageError, match=r"__1_0\.distcp is not as it was written"):
+    second = "shard-00002-model-00001-of-00001.safetensors"
+    harm(Path(folder) / "step-000001" / second, "changed")
+    with pytest.raises(UsageError, match=rf"{second} is not as it was written"):
         export(folder, file)
 
 

@@ -1,4 +1,4 @@
-"""Locks of checkpoint folders: one run at a time, whatever ended the last one, on file systems with locks or none."""
+"""Locks of checkpoint folders: one run at a time, whatever ended the last one."""
 
 import errno
 import gc
@@ -7,26 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.checkpoint import lock
-from oases.checkpoint.coordination import SaveError
 from oases.checkpoint.lock import LOCK, FolderLock
+from oases.checkpoint.writer import SaveError
 from oases.cli import main
 from oases.errors import UsageError
 
 HOLDER = """
-import fcntl, sys
-from pathlib import Path
+import sys
 from oases.checkpoint import lock
-from oases.checkpoint.coordination import SaveError
-if sys.argv[2] == "no locks":
-    def lockf(*arguments): raise OSError(37, "no locks available")
-    fcntl.lockf = lockf
 held = lock.FolderLock(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
@@ -36,15 +30,12 @@ held.release()
 
 @pytest.fixture
 def other(tmp_path):
-    """Start another process that holds the folder; kind: "locks", or "no locks" for a file system without them."""
+    """Start another process that holds the folder."""
     started = []
 
-    def start(kind="locks"):
+    def start():
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(tmp_path), kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         started.append(process)
         assert process.stdout.readline() == "held\n"
@@ -61,20 +52,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.2)
 
 
-def without_locks(monkeypatch):
-    def lockf(*arguments):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(lock.fcntl, "lockf", lockf)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["locks", "no locks"])
-def test_another_run_is_named_until_it_ends(tmp_path, other, monkeypatch, kind):
-    if kind == "no locks":
-        without_locks(monkeypatch)
+def test_another_run_is_named_until_it_ends(tmp_path, other):
     for end in ("in order", "killed"):
-        process = other(kind)
+        process = other()
         with pytest.raises(UsageError, match=rf"belongs to another run, process {process.pid} on .*, started 20"):
             FolderLock(tmp_path)
         if end == "killed":
@@ -106,33 +87,16 @@ def test_a_dying_run_is_waited_for(tmp_path, other, monkeypatch):
     FolderLock(tmp_path).release()
 
 
-@pytest.mark.long
-def test_a_lease_that_is_not_renewed_lapses(tmp_path, monkeypatch):
-    without_locks(monkeypatch)
-    file = tmp_path / LOCK
-    file.write_text(json.dumps({"host": "elsewhere", "process": 1, "since": time.time()}))
-    with pytest.raises(UsageError, match="process 1 on elsewhere"):
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def lockf(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "lockf", lockf)
+    with pytest.raises(UsageError, match="cannot be written: No locks available; give another folder"):
         FolderLock(tmp_path)
-    os.utime(file, (0, time.time() - lock._LEASE_SECONDS - 1))
-    held = FolderLock(tmp_path)
-    held.require()
-    held.release()
 
 
-def test_a_lease_is_renewed(tmp_path, monkeypatch):
-    without_locks(monkeypatch)
-    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.6)
-    held = FolderLock(tmp_path)
-    written = (tmp_path / LOCK).stat().st_mtime_ns
-    while (tmp_path / LOCK).stat().st_mtime_ns == written:  # its thread
-        time.sleep(0.05)
-    held.release()
-
-
-@pytest.mark.parametrize("kind", ["locks", "no locks"])
-def test_a_folder_that_was_lost_is_written_no_more(tmp_path, monkeypatch, kind):
-    if kind == "no locks":
-        without_locks(monkeypatch)
+def test_a_folder_that_was_lost_is_written_no_more(tmp_path):
     held = FolderLock(tmp_path)
     (tmp_path / LOCK).unlink()
     with pytest.raises(OSError, match=r"no longer this run's: which '.*\.lock' does not name"):
@@ -147,22 +111,15 @@ def test_a_folder_that_was_lost_is_written_no_more(tmp_path, monkeypatch, kind):
 @pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"process": 1}', '{"host": 1, "process": "x", "since": "y"}'])
-def test_a_lock_file_may_hold_anything(tmp_path, monkeypatch, content):
+def test_a_lock_file_may_hold_anything(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     FolderLock(tmp_path).release()
-    without_locks(monkeypatch)
-    (tmp_path / LOCK).write_text(content)
-    if content:
-        with pytest.raises(UsageError, match=r"which '.*\.lock' does not name"):
-            FolderLock(tmp_path)
-    else:
-        FolderLock(tmp_path).release()
 
 
 def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
     (tmp_path / "target").write_text("precious")
     (tmp_path / LOCK).symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(UsageError, match="symbolic links"):
         FolderLock(tmp_path)
     assert (tmp_path / "target").read_text() == "precious"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oases import TrainConfig, Trainer, UsageError
-from oases.checkpoint.files import export
 from oases.models.options import Degrees
+from oases_train.adapters import export_adapter
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 transformers = pytest.importorskip("transformers")
@@ -91,10 +91,10 @@ def test_adapters_are_resumed_and_exported(two_ranks, llama, corpus, tmp_path):
     (tmp_path / "run" / "step-000006").rename(tmp_path / "last")
     (found, _), _ = two_ranks.run(trained, llama, (1, 2, 1), {**saved, "resume": "auto"})
     assert found[:2] == pytest.approx(unbroken[4:6], rel=0.02)
-    shapes = export(folder, out)
+    shapes = export_adapter(folder, out)
     assert {name.split(".")[-2] for name in shapes} == {"lora_A", "lora_B"}
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == llama
-    export(folder, out)  # again, over it
+    export_adapter(folder, out)  # again, over it
     loaded = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM.from_pretrained(llama), out)
     again = {**saved, "steps": 8, "precision": "float32", "resume": folder, "degrees": Degrees(1, 1, 1)}
     trainer = Trainer(config_of(llama, **again))

@@ -6,10 +6,10 @@ import kills
 import pytest
 
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.resume import resumed_backend
 from oases.cli import main
 from oases.cli.options import make_rank_options, resolve_backend
 from oases.testbed import Backend
+from oases_train.resume import differences, resumed_backend
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,8 @@ def test_staged_is_for_both_kinds_of_devices(device, cuda):
      ("sim", "gloo", False), ("", "gloo", False), ("staged", "", False)],
 )  # fmt: skip
 def test_a_change_of_sums_is_described(saved, now, differs):
-    assert bool(Metadata(step=1, updates=1, sizes={}, backend=saved).backend_difference(now)) == differs
+    record = Metadata(step=1, updates=1, sizes={}, ranks=2, backend=saved)
+    assert bool(differences(record, {}, now, 0.0)) == differs
 
 
 def saved(folder, step, **changes):

@@ -7,6 +7,7 @@ import torch
 from oases.checkpoint.metadata import Metadata
 from oases.errors import UsageError
 from oases_train.data import TextCorpus
+from oases_train.resume import differences
 
 
 def write(folder, **files):
@@ -108,6 +109,8 @@ def test_too_little_text_for_a_window(tmp_path):
 
 def test_data_of_another_kind_are_told():
     record = Metadata(step=1, updates=1, sizes={}, data={"seed": 0, "tokens": 9, "tokenizer": "t", "next_step": 1})
-    assert record.data_differences({"seed": 0, "tokens": 9, "tokenizer": "t"}) == ""
-    found = record.data_differences({"seed": 0, "bytes": 5})
-    assert found == "bytes none there and 5 here, tokens 9 there and none here, tokenizer t there and none here"
+    assert differences(record, {"seed": 0, "tokens": 9, "tokenizer": "t"}, "", 0.0) == []
+    found = differences(record, {"seed": 0, "bytes": 5}, "", 0.0)[0]
+    assert found.endswith(
+        ": bytes none there and 5 here, tokens 9 there and none here, tokenizer t there and none here"
+    )

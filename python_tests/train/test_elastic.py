@@ -34,9 +34,7 @@ def assert_same_curve(log, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_lost_for_good_leaves_fewer_replicas(corpus, alone, tmp_path, every):
-    """It goes on from a checkpoint, or from memory, where every replica has all of the state."""
+def test_a_rank_lost_for_good_leaves_fewer_replicas(corpus, alone, tmp_path):
     log, folder = tmp_path / "log.jsonl", tmp_path / "run"
     started = []
 
@@ -51,9 +49,7 @@ def test_a_rank_lost_for_good_leaves_fewer_replicas(corpus, alone, tmp_path, eve
         kills.wait_until(lambda now=now: set(run.ranks()) - set(now), run)
         started.append(len(set(run.ranks()) - set(now)))
 
-    words = kills.arguments(
-        corpus, dp="1:2", max_restarts=2, checkpoint=folder, step_log=log, memory_every=every, **RUN
-    )
+    words = kills.arguments(corpus, dp="1:2", max_restarts=2, checkpoint=folder, step_log=log, **RUN)
     code = kills.Run(words, tmp_path / "stderr").call(lose)
     said = (tmp_path / "stderr").read_text()
     assert code == 0, said
@@ -139,15 +135,11 @@ def lose(node):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", [{"checkpoint_every": 4}, {"memory_every": 1}])
-def test_a_node_is_lost_and_another_joins(corpus, tmp_path, saving):
-    """At two replicas, then at one, then at two again; for the node that joins the others end a step and save it.
-
-    With it comes no memory: it gets its state from the other node.
-    """
+def test_a_node_is_lost_and_another_joins(corpus, tmp_path):
+    """At two replicas, then at one, then at two again; for the node that joins the others end a step and save it."""
     log, output = tmp_path / "log.jsonl", tmp_path / "output"
     options = {"tp": 1, "batch": 64, "learning_rate": 1e-4, "learning_rate_schedule": "constant"}
-    saves = {"checkpoint": tmp_path / "run", "resume": "auto", "step_log": log} | saving
+    saves = {"checkpoint": tmp_path / "run", "checkpoint_every": 4, "resume": "auto", "step_log": log}
     words = kills.command(corpus, steps=100000, **options, **saves)[1:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -177,7 +169,6 @@ def test_a_node_is_lost_and_another_joins(corpus, tmp_path, saving):
         for node in nodes:
             if node.poll() is None:
                 lose(node)
-    assert output.read_text().count("resumed from memory") == (2 if "memory_every" in saving else 0)
     there = kills.losses_of(log)
     main(kills.arguments(corpus, steps=len(there), step_log=tmp_path / "undisturbed", **options))
     steps, losses = zip(*there, strict=True)

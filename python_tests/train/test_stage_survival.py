@@ -13,8 +13,7 @@ import torch.distributed as dist
 from plan_runs import DEEP, even, plan_of
 
 from oases import Trainer
-from oases.checkpoint import files as checkpoint
-from oases.checkpoint import integrity
+from oases.checkpoint import integrity, storage
 from oases.checkpoint.metadata import FORMAT
 from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit
@@ -191,7 +190,7 @@ def finds_the_disk_full(text, data, folder, victim):
         return found(files)
 
     trainer = trainer_of(text, data, checkpoint=folder, checkpoint_every=2)
-    with mock.patch.object(checkpoint, "checksums", checksums):
+    with mock.patch.object(storage, "checksums", checksums):
         failed = trainer.train()["checkpoints"]["failed"]
     trainer.close()
     dist.barrier()  # the first rank has removed the lock

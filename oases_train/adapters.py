@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from oases.errors import UsageError
+from oases.checkpoint.files import export, newest_of
+from oases.checkpoint.metadata import Metadata
+from oases.errors import UsageError, make_folder
 
 ALL_LINEAR = "all-linear"
 """Targets of adapters: all linears but the head."""
@@ -71,14 +72,21 @@ def add_adapters(model: nn.Module, config: Any, device: torch.device) -> nn.Modu
     return adapted
 
 
-def adapter_names(stored: Iterable[str]) -> dict[str, str]:
+def export_adapter(checkpoint: str | Path, folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Write the adapters of a checkpoint to a folder that peft loads; return their shapes by name.
+
+    UsageError as of `export`, and for a folder that cannot be made.
+    """
+    settings = Metadata.read(newest_of(checkpoint)).config
+    path = make_folder(folder, "adapter folder")
+    shapes = export(checkpoint, path / "adapter_model.safetensors", _named)
+    both = {part for name in shapes for part in name.split(".") if part in ("encoder", "decoder")}
+    task = "SEQ_2_SEQ_LM" if len(both) == 2 else "CAUSAL_LM"
+    made = lora_config(settings["lora_rank"], settings["lora_targets"], task, settings["model"])
+    made.save_pretrained(str(path))
+    return shapes
+
+
+def _named(stored: list[str]) -> dict[str, str]:
     """Names of a checkpoint's adapter tensors by their names in a file of peft."""
     return {name.replace(f".{_NAME}.", "."): name for name in stored if ".lora_" in name and f".{_NAME}." in name}
-
-
-def write_adapter_config(folder: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Write adapter_config.json of a run. config: its settings by name. names: of the adapters' tensors."""
-    both = {part for name in names for part in name.split(".") if part in ("encoder", "decoder")}
-    task = "SEQ_2_SEQ_LM" if len(both) == 2 else "CAUSAL_LM"
-    made = lora_config(config["lora_rank"], config["lora_targets"], task, config["model"])
-    made.save_pretrained(str(folder))
