@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -158,9 +159,11 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
         if agents is not None:
             agents.close(error.sigval, _SAVING_SECONDS)
         raise KeyboardInterrupt from error
-    except BaseException:
+    except BaseException as error:
         if agents is not None:
             agents.close(signal.SIGKILL)
+        if isinstance(error, threading.BrokenBarrierError):
+            raise RankFailedError("the agent of a node", 1) from error
         raise
     assert done is not None, "it waits for ever"
     if not failures.empty():
@@ -180,7 +183,11 @@ def _serve(
         signal.signal(number, signal.SIG_DFL)  # until the agent has its own: no traceback
     fork_server.release_signals()
     fork_server.die_with_parent()
-    nodes.enter()
+    try:
+        nodes.enter()
+    except OSError:
+        meeting.abort()
+        raise
     meeting.wait(_MEETING_SECONDS)
     meeting.wait(_MEETING_SECONDS)
     nodes.open(node)
