@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from oases.core.execution import failure
 from oases.launch.ranks import RankOptions
 from oases.testbed import Backend
 from oases.testing import RankPool
@@ -39,8 +38,3 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
     finally:
         os.chdir(before)
     return result, printed.getvalue()
-
-
-def poll_often() -> None:
-    """Let this rank notice a failure of another soon, yet leave the cores to the tests: groups of all are polled."""
-    failure._INTERVAL_SECONDS = 0.3

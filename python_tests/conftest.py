@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other te
 os.environ["OASES_SCHEDULE"] = "oases"  # for "auto", whose bits depend on time; tests of that take it away
 
 import torch
-from at_hand import RanksAtHand, poll_often
+from at_hand import RanksAtHand
 from script_ranks import ScriptRanks
 from training_runs import corpus, deep_plain_run, plain_run  # noqa: F401  (fixtures)
 
@@ -70,7 +70,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2, RANKS_OVER) as pool:
-        pool.run(poll_often)
         yield pool
 
 
@@ -81,14 +80,12 @@ def two_ranks_of_gloo(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield request.getfixturevalue("two_ranks")
         return
     with RankPool(2) as pool:
-        pool.run(poll_often)
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4, RANKS_OVER) as pool:
-        pool.run(poll_often)
         yield pool
 
 

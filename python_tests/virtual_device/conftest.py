@@ -2,7 +2,6 @@ from collections.abc import Iterator
 
 import device
 import pytest
-from at_hand import poll_often
 
 from oases.testing import RankPool
 
@@ -15,12 +14,10 @@ def virtual_device() -> None:
 @pytest.fixture(scope="session")
 def two_virtual(virtual_device: None) -> Iterator[RankPool]:
     with RankPool(2) as pool:
-        pool.run(poll_often)
         yield pool
 
 
 @pytest.fixture(scope="session")
 def three_virtual(virtual_device: None) -> Iterator[RankPool]:
     with RankPool(3) as pool:
-        pool.run(poll_often)
         yield pool

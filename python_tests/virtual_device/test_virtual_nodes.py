@@ -8,7 +8,6 @@ import pytest
 import test_virtual_staged as one_node
 import torch
 import torch.distributed as dist
-from at_hand import poll_often
 from staged_cases import on_nodes
 from test_virtual_staged import in_order
 from test_virtual_staged_failure import error_of
@@ -25,7 +24,6 @@ LONG = 3 * (8 << 20) // 4 + 5
 @pytest.fixture(scope="module")
 def four_virtual(virtual_device):
     with RankPool(4) as pool:
-        pool.run(poll_often)
         yield pool
 
 

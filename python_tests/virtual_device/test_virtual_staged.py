@@ -8,7 +8,6 @@ import device
 import pytest
 import torch
 import torch.distributed as dist
-from at_hand import poll_often
 from virtual_stacks import given, make_stack, on, step
 
 from oases.core.execution.group import scheduler_of
@@ -24,7 +23,6 @@ TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int6
 def pool(virtual_device, two_virtual, three_virtual):
     """Pools of 2, 3 and 4 ranks, by size."""
     with RankPool(4) as four:
-        four.run(poll_often)
         yield {2: two_virtual, 3: three_virtual, 4: four}
 
 

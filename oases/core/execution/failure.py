@@ -201,6 +201,13 @@ def has_failed() -> bool:
     return _monitor is not None and _monitor.failure is not None
 
 
+def check(group: ProcessGroup | None) -> None:
+    """Raise the run's failure, if there is one; a group of one has none."""
+    monitor = monitor_of(group)
+    if monitor is not None:
+        monitor.check()
+
+
 def begin_call(
     group: ProcessGroup | None, caller: str, form: Form, samples: Samples | None = None, about: Form = ()
 ) -> None:
@@ -277,11 +284,9 @@ class FailTogether:
 def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
     """Raise an exception of the body on every rank at the end of the block. Collective.
 
-    All ranks then go on. The body itself must contain no collective.
+    All ranks then go on. The body itself must contain no collective. FailedRankError after a failure of the run.
     """
-    monitor = monitor_of(process_group)
-    if monitor is not None:
-        monitor.check()
+    check(process_group)
     mine: Exception | None = None
     try:
         yield
@@ -307,11 +312,9 @@ class FailsTogether(HoldsGroup):
         collectives have ended, and they are not complete where a rank fails meanwhile. On the CPU nothing is waited
         for.
         """
-        monitor = monitor_of(self.process_group)
-        if monitor is not None:
-            if torch.accelerator.is_available():
-                torch.accelerator.current_stream().synchronize()
-            monitor.check()
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
+        check(self.process_group)
 
 
 # --- passes that the caller runs ---
