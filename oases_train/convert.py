@@ -56,7 +56,7 @@ def convert(checkpoint: str | Path, target: str | Path) -> dict[str, tuple[int, 
         raise UsageError(f"checkpoint {str(path)!r} is of format {FORMAT} already; use it as it is")
     require_intact(path)
     retention.require_replaceable(final)
-    tensors, places = read_index(path)
+    tensors, places = _read_index(path)
     steps = {
         f"{MOMENTS}{name.removeprefix(MOMENTS).rpartition('.')[0]}.step"
         for name in tensors
@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_index(path: Path) -> tuple[dict[str, Any], list[Any]]:
+def _read_index(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Tensors by name, and the (name and offset, place) of each part."""
     try:
         with open_file(path, _INDEX) as file:

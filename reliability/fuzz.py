@@ -32,8 +32,7 @@ LIMIT_MB = 300
 SLOW_SECONDS = 5.0
 """An input that takes more CPU time is a crash."""
 PARSERS = (
-    "plan", "hardware", "schedule", "yaml", "loads", "steps", "configuration", "index", "record", "metadata",
-    "options",
+    "plan", "hardware", "schedule", "yaml", "loads", "steps", "configuration", "index", "record", "options",
 )  # fmt: skip
 OF_JSON = ("plan", "hardware", "configuration", "index", "record")
 TOKENS = (
@@ -58,7 +57,6 @@ def seeds_of(name: str) -> list[bytes]:
         "configuration": lambda: ['{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}'],
         "index": lambda: ['{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'],
         "record": valid.records,
-        "metadata": valid.indices,
         "options": lambda: [
             "0 1,2,4", "1 24GiB", "2 500mbit", "3 sim:alpha=20us,bandwidth=12GB/s", "4 64x3090", "5 merak:0.8",
         ],
@@ -82,10 +80,9 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.simulator.hardware_file import to_json as hardware_json
     from oases.testbed import Backend, link_bytes_per_second
     from oases_train.config import TrainConfig
-    from oases_train.convert import read_index
     from oases_train.logs import StepLog, last_logged_step
 
-    path = folder / {"yaml": "input.yaml", "record": RECORD, "metadata": ".metadata"}.get(name, "input")
+    path = folder / {"yaml": "input.yaml", "record": RECORD}.get(name, "input")
 
     def plan(path: Path) -> None:
         found = read_plan(path)
@@ -122,7 +119,6 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
         "options": options, "loads": lambda path: list(replay(path)), "index": _weight_map,
         "configuration": lambda path: read_configuration(path, "--model"),
         "record": lambda path: Metadata.read(path.parent),
-        "metadata": lambda path: read_index(path.parent),
     }  # fmt: skip
     parse = parsers[name]
 

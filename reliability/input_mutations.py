@@ -1,7 +1,6 @@
 """Valid inputs of every parser, and changes of JSON values that keep most of an input valid."""
 
 import json
-import pickle
 from random import Random
 from typing import Any
 
@@ -101,8 +100,3 @@ def records() -> list[str]:
     """Metadata of a checkpoint."""
     data = {"step": 2, "updates": 2, "sizes": {"hidden": 16}, "data": {"seed": 0}, "losses": [1.0], "format": 4}
     return [json.dumps(data), json.dumps(data | {"plan": {"world": 2}, "random": ["AA=="], "ranks": 2})]
-
-
-def indices() -> list[bytes]:
-    """Pickles that are no index of a checkpoint; a right one is of the checkpoint's own tensors."""
-    return [pickle.dumps({"a": (1, 2.0, "x", [b"y"])}, protocol) for protocol in (0, 2, 4)]

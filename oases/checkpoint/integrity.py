@@ -86,6 +86,8 @@ def _listed(folder: Path) -> dict[str, str]:
         raise ValueError("it lists no files")
     if given.get("sha256") != _of(files) or RECORD not in files:
         raise ValueError("it is not as it was written")
+    if paths := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"it lists {paths[0]!r}, which is no file of a checkpoint")
     others = [file.name for file in folder.iterdir() if file.suffix == TENSORS and file.name not in files]
     if others:
         raise ValueError(f"it does not list {others[0]}")

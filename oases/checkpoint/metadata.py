@@ -54,7 +54,7 @@ class Metadata:
     backend: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    optimizer: dict[str, str | dict[str, str] | list[dict[str, Any]]] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     streams: dict[str, list[int | None]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] | None = None
@@ -98,9 +98,10 @@ class Metadata:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if folder.startswith("step-") and folder[5:].isdecimal() and int(folder[5:]) != self.step:
             raise ValueError(f"step is {self.step} in {folder}")
-        kinds = {"class": str, "groups": list, "numbers": dict}
-        given = {name: type(each) for name, each in self.optimizer.items()}
-        if given and {"numbers": dict} | given != kinds:
+        kinds = {"class": str, "groups": list[dict[str, Any]], "numbers": dict[str, str]}
+        given = {"numbers": {}} | self.optimizer
+        right = given.keys() == kinds.keys() and all(_fits(given[name], kind) for name, kind in kinds.items())
+        if self.optimizer and not right:
             raise TypeError(f"optimizer is {short(self.optimizer)}")
 
 

@@ -57,7 +57,7 @@ def _fault(path: Path, group: ProcessGroup | None) -> str:
     except FormatError:
         raise  # skipping it would lose steps
     except UsageError as error:
-        mine = str(error.__cause__ or error)
+        mine = str(error).partition(" is corrupt: ")[2] or str(error)
     return next(filter(None, all_gather_objects(mine, group)), "")
 
 

@@ -139,8 +139,10 @@ def state_to_load(
                 # Of the weight's type where that is converted, as torch does.
                 dtype = weight.dtype if rounded and dtype.is_floating_point else dtype
                 before = here.get(kind)
-                fits = isinstance(before, Tensor) and before.shape == weight.shape and before.dtype == dtype
-                made[kind] = before.detach() if fits else torch.empty_like(weight.detach(), dtype=dtype)
+                if isinstance(before, Tensor) and before.shape == weight.shape and before.dtype == dtype:
+                    made[kind] = before.detach()
+                else:
+                    made[kind] = torch.empty_like(weight.detach(), dtype=dtype)
             set_state(optimizer, parameter, made)
     return dict(_tensors(model, optimizer, group, names, weights_of_others=True))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageR
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata as Tensors
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 
 import oases.checkpoint.retention as retention
 from oases.checkpoint.integrity import TENSORS, checksums, write_checksums
@@ -29,6 +30,7 @@ from oases.checkpoint.metadata import RECORD, Metadata
 from oases.checkpoint.state import State, Stored
 from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError
+from oases.safetensors_files import CODES
 
 # A single process is intended. Filtered once: warning filters are not thread-safe, and a thread writes checkpoints.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -63,7 +65,10 @@ class Writer(HuggingFaceStorageWriter):
         self, path: Path, record: Metadata, *, copied: bool = False, before: Step = _nothing, after: Step = _nothing
     ) -> None:
         super().__init__(str(retention.part_of(path)), save_distributed=True)
-        self._final, self._record, self._copied, self._before, self._after = path, record, copied, before, after
+        self.final, self._record, self._copied, self._before, self._after = path, record, copied, before, after
+        self._began = time.perf_counter()
+        self.seconds = 0.0
+        """Time until this rank was done."""
 
     def stage(self, state_dict: State) -> State:
         """The state to write, in CPU memory if copied."""
@@ -72,14 +77,17 @@ class Writer(HuggingFaceStorageWriter):
         return {name: each.to("cpu", copy=True) for name, each in state_dict.items()}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check on every rank that the folder may be replaced."""
-        retention.require_replaceable(self._final)
+        """Check on every rank that the folder may be replaced, and what it is to hold."""
+        retention.require_replaceable(self.final)
+        for item in plan.items:
+            if (dtype := _data_of(item).properties.dtype) not in CODES:
+                raise UsageError(f"{item.index.fqn!r} is {dtype}, which safetensors do not have; convert it")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder, on the first rank."""
         self._before()
-        retention.begin(self._final)
+        retention.begin(self.final)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -94,6 +102,7 @@ class Writer(HuggingFaceStorageWriter):
             retention.sync(file)  # torch flushes Python's buffer after its own fsync
         found: Any = torch.futures.Future()
         found.set_result([checksums(mine)])
+        self.seconds = time.perf_counter() - self._began
         return found
 
     def finish(self, metadata: Tensors, results: Any) -> None:
@@ -102,8 +111,9 @@ class Writer(HuggingFaceStorageWriter):
         self._record.write(part)
         files = {name: digest for each in results for found in each for name, digest in found.items()}
         write_checksums(part, files | checksums([part / RECORD]))
-        retention.complete(part, self._final)
+        retention.complete(part, self.final)
         self._after()
+        self.seconds = time.perf_counter() - self._began
 
 
 def save(state: State, writer: Writer, group: ProcessGroup | None) -> Future[Any]:
@@ -178,9 +188,13 @@ def divided(items: list[Any], of: Callable[[Any], tuple[str, int]]) -> list[list
     return files
 
 
-def _bytes_of(item: WriteItem) -> int:
+def _data_of(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None, "a checkpoint holds tensors"
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    return item.tensor_data
+
+
+def _bytes_of(item: WriteItem) -> int:
+    return math.prod(_data_of(item).chunk.sizes) * _data_of(item).properties.dtype.itemsize
 
 
 def _unreadable(path: Path, error: BaseException) -> UsageError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from concurrent import futures
@@ -18,7 +17,7 @@ import oases.checkpoint.retention as retention
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
 from oases.checkpoint.state import State
-from oases.core.execution.failure import lost_a_rank
+from oases.core.execution.failure import check, lost_a_rank
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
 from oases.errors import UsageError
 
@@ -70,18 +69,17 @@ class CheckpointWriter:
             self._stays = len(ranks) < dist.get_world_size()
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._stays)
         self._pending: futures.Future[Any] | None = None
-        self._path = self.folder
+        self._storage: Any = None
+        """Writer of the pending checkpoint."""
 
     def start(self, state: State, record: Metadata, *, copied: bool = True) -> None:
         """Start writing `state`. Calls `wait` first. copied: else it must not change meanwhile."""
         from oases.checkpoint import storage  # slow to import
 
         self.wait()
-        self._path = retention.folder_of(self.folder, record.step)
-        begin = time.perf_counter()
-        writer = storage.Writer(self._path, record, copied=copied, before=self._require_lock, after=self._tidy)
-        self._pending = storage.save(state, writer, self._group)
-        self._pending.add_done_callback(lambda _: self._note(begin))
+        path = retention.folder_of(self.folder, record.step)
+        self._storage = storage.Writer(path, record, copied=copied, before=self._require_lock, after=self._tidy)
+        self._pending = storage.save(state, self._storage, self._group)
 
     def failed(self) -> bool:
         """Whether a write failed that `wait` has not raised yet; other ranks may learn it later.
@@ -98,9 +96,10 @@ class CheckpointWriter:
         """Wait for the pending checkpoint; raise SaveError, once and on all ranks, if the write failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with _save_errors(self._path, self._group):
+            with _save_errors(self._storage.final, self._group):
                 pending.result()
             self.saved += 1
+            self.write_seconds += self._storage.seconds
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -150,9 +149,6 @@ class CheckpointWriter:
         if self._first:
             warnings.warn(f"the pending checkpoint in {str(self.folder)!r} is incomplete: {why}", stacklevel=4)
 
-    def _note(self, begin: float) -> None:
-        self.write_seconds += time.perf_counter() - begin
-
     def _require_lock(self) -> None:
         if self._lock is not None:
             self._lock.require()
@@ -163,9 +159,13 @@ class CheckpointWriter:
 
 @contextmanager
 def _save_errors(path: Path, group: ProcessGroup | None) -> Iterator[None]:
-    """Raise SaveError, on all ranks alike, where a checkpoint could not be written, and remove what was."""
+    """Raise SaveError, on all ranks alike, where a checkpoint could not be written, and remove what was.
+
+    FailedRankError after a failure of the run.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
+    check(group)
     try:
         yield
     except CheckpointException as error:

@@ -36,10 +36,9 @@ def saved_as_before(corpus, folder, version):
     if version < 3:
         tensors = {name: each for name, each in tensors.items() if not name.endswith(".step")}
     dcp.save(tensors, checkpoint_id=folder, no_dist=trainer.group is None)
+    record = dataclasses.asdict(trainer.checkpoint_metadata()) | {"format": version}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        (folder / RECORD).write_text(
-            json.dumps(dataclasses.asdict(trainer.checkpoint_metadata()) | {"format": version})
-        )
+        (folder / RECORD).write_text(json.dumps(record))
         sign(folder)
     losses = [trainer.step() for _ in range(2)]
     trainer.close()

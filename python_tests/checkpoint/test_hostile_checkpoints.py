@@ -72,9 +72,9 @@ def with_a_link(folder):
     (folder / SHARD).symlink_to(folder.parent / "elsewhere")
 
 
-def with_a_record(text):
+def with_a_file(name, data):
     def make(folder):
-        (folder / RECORD).write_text(text)
+        (folder / name).write_bytes(data)
         sign(folder)
 
     return make
@@ -84,14 +84,6 @@ def with_a_field(**fields):
     def make(folder):
         record = json.loads((folder / RECORD).read_text())
         (folder / RECORD).write_text(json.dumps(record | fields))
-        sign(folder)
-
-    return make
-
-
-def with_a_header(data):
-    def make(folder):
-        (folder / SHARD).write_bytes(data)
         sign(folder)
 
     return make
@@ -114,22 +106,20 @@ HOSTILE = {
     "offsets": (with_offsets(lambda text: text.replace("[0", "[1", 1)), "do not cover it once"),
     "deep offsets": (with_offsets(lambda text: "[" * 100_000), "maximum recursion depth"),
     "no offsets": (with_offsets(lambda text: '{"a": 1}'), "tensors cannot be read"),
-    "header": (with_a_header(b"\xff" * 8), "tensors cannot be read"),
+    "header": (with_a_file(SHARD, b"\xff" * 8), "tensors cannot be read"),
     "format": (with_a_field(format="4"), "format is '4'"),
     "step": (with_a_field(step=True), "step is True"),
     "learning rate": (with_a_field(learning_rate="x"), "learning_rate is 'x'"),
-    "large learning rate": (with_a_field(learning_rate=10**400), "learning_rate is 1000"),
+    "large learning rate": (with_a_field(learning_rate=10**400), "learning_rate is a number of 401 digits"),
     "step of another": (with_a_field(step=400), "step is 400 in step-000004"),
-    "negative updates": (with_a_field(updates=-5), "updates is -5"),
     "config": (with_a_field(config=[1]), "config is"),
     "optimizer": (with_a_field(optimizer={"class": 5, "groups": "x"}), "optimizer is"),
-    "checksum of another file": (lists_another_file, r"\.\./other cannot be read"),
+    "checksum of another file": (lists_another_file, r"lists .\.\./other., which is no file"),
     "pipe for a shard": (with_a_pipe(SHARD), "is not a regular file"),
     "pipe for checksums": (with_a_pipe(CHECKSUMS), "is not a regular file"),
     "link": (with_a_link, "cannot be read"),
-    "deep record": (with_a_record("[" * 100_000), RECORD),
-    "long number": (with_a_record('{"format": 4, "step": ' + "9" * 5000 + "}"), "digits"),
-    "list for a record": (with_a_record("[]"), RECORD),
+    "deep record": (with_a_file(RECORD, b"[" * 100_000), RECORD),
+    "list for a record": (with_a_file(RECORD, b"[]"), RECORD),
     "no checksum of the shard": (without_a_checksum_of_the_shard, f"does not list {SHARD}"),
 }
 
