@@ -91,7 +91,7 @@ class Plan(NamedTuple):
     """Settings of a campaign. count: faults of a session. worlds: in turn. most_seconds: see `judge`."""
 
     seed: int
-    count: int
+    count: int  # type: ignore[assignment]  # of tuple
     worlds: Sequence[str]
     most_seconds: float = 30.0
 

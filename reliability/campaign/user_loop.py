@@ -105,7 +105,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, way: 
     if not saved:
         return 0
     if way == "shards":
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=saved[-1])
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     else:
