@@ -52,9 +52,9 @@ APART = ("svm", "oases_svm")
 LINES = {
     "cpp_tests": 3_947,
     "csrc": 13_701,
-    "oases": 47_534,
+    "oases": 47_524,
     "oases/.": 1_294,
-    "oases/autotp": 11_163,
+    "oases/autotp": 11_153,
     "oases/checkpoint": 2_538,
     "oases/cli": 1_931,
     "oases/core": 8_286,
@@ -79,7 +79,7 @@ LINES = {
     "oases_sparse": 1_316,
     "oases_svm": 2_067,
     "oases_train": 4_484,
-    "python_tests": 49_806,
+    "python_tests": 49_819,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
 PATCHES = 24
