@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.autotp.module_snapshot import attributes_of
+from oases.autotp.trace_guard import attributes_of
 from oases.moe.experts import ExpertWeights, compute
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

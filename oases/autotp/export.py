@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.backward_code import code_of_backward
-from oases.autotp.cache import is_layer_cache
-from oases.autotp.module_snapshot import Modes, unrecorded
+from oases.autotp.cache import call_layer, is_layer_cache
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -29,7 +28,7 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
-from oases.autotp.watched_call import WatchedCall
+from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, unrecorded
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
 from oases.graph.trace.as_run import CallCounter, traced_as_run
@@ -198,6 +197,30 @@ def running_without_data() -> Iterator[None]:
         yield
 
 
+class _WatchedCall(nn.Module):
+    """A layer called with its arguments as two trees, whose order export keeps.
+
+    changed: gets the names of the attributes and arguments that the call changes; export puts attributes back.
+    """
+
+    def __init__(self, layer: nn.Module, changed: list[str], counter: CallCounter) -> None:
+        super().__init__()
+        self.layer = layer
+        self.changed = changed
+        self.counter = counter
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of the layer."""
+        return call_layer(self._watched, args, kwargs)
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        assigned, changed = assigned_attributes(self.layer), changed_arguments(args, kwargs)
+        with self.counter:
+            result = self.layer(*args, **kwargs)
+        self.changed.extend([*assigned(), *changed()])
+        return result
+
+
 def export(
     layer: nn.Module,
     args: tuple[Any, ...],
@@ -216,7 +239,7 @@ def export(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
     changed, counter = list[str](), CallCounter()
-    call = WatchedCall(layer, changed, counter)
+    call = _WatchedCall(layer, changed, counter)
     try:
         with quiet(), unrecorded(layer), traced_as_run(layer), code_of_backward() as lost:
             program = torch.export.export(

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oases.autotp.export import leaves, running_without_data, without_data
-from oases.autotp.module_snapshot import activate_adapters, assigned_attributes
-from oases.autotp.watched_call import changed_arguments
+from oases.autotp.trace_guard import assigned_attributes, changed_arguments
 from oases.errors import UsageError
 from oases.graph.trace.as_run import masks_as_run
 from oases.graph.trace.configuration import sample_inputs
@@ -210,7 +209,7 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
     model: a `twin_of` copy. vocabulary: its embedding tables and heads. Raises UsageError where the pass fails, with
     the reason.
     """
-    activate_adapters(model)
+    _activate_adapters(model)
     lists = _outermost_lists(model)
     layers = dict.fromkeys(layer for _, module in lists for layer in module)
     recorder = OpRecorder(model, layers, vocabulary)
@@ -260,6 +259,18 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
             }
             found[-1].assigned = {path: names for path, names in since.items() if names}
     return Observation(found, recorder.outside_reads)
+
+
+def _activate_adapters(twin: nn.Module) -> None:
+    """Activate all LoRA pairs of a copy that will be traced, so that those that are inactive now are sharded, too."""
+    for part in twin.modules():
+        pairs, held = part._modules.get("lora_A"), vars(part)
+        if not isinstance(pairs, nn.ModuleDict) or not pairs or "_active_adapter" not in held:
+            continue
+        active = held["_active_adapter"]
+        if set([active] if isinstance(active, str) else active) != set(pairs):
+            part._active_adapter = list(pairs)  # type: ignore[assignment]
+        part._disable_adapters, part.merged_adapters = False, []  # type: ignore[assignment]
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:

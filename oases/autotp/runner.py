@@ -83,7 +83,7 @@ class Layer:
         self.activation = activation
         self.path = path
         self.alone = StandaloneForward(module, signature, path)
-        self.snapshot = self.alone.snapshot
+        self.guard = self.alone.guard
         self.follows = False
         """Whether what it computes in full before its first sum runs between the layer before it and itself."""
         self.read: list[set[str]] = []
@@ -92,7 +92,7 @@ class Layer:
 
     def deferred(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> DeferredCall:
         """Record a call by its leaves, with `x` as its activation."""
-        call_signature = CallSignature.of(self.with_activation(found, x), tree, self.snapshot.modes())
+        call_signature = CallSignature.of(self.with_activation(found, x), tree, self.guard.modes())
         versions = [_version(leaf) for leaf in self.with_activation(found, x)]
         return DeferredCall(found, tree, call_signature, self.program(call_signature, found, tree, x), versions)
 

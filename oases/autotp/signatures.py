@@ -31,8 +31,15 @@ from oases.autotp.export import (
 )
 from oases.autotp.layers import LayerList, TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear
-from oases.autotp.module_snapshot import (
+from oases.autotp.program import Program, shapes_of
+from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.shapes import Segments, Split
+from oases.autotp.spec import ParallelSpec
+from oases.autotp.splitter import Splitter
+from oases.autotp.structure import Structure, find
+from oases.autotp.trace_guard import (
     Modes,
+    base_of,
     indices_in,
     inner_hooks,
     look_of,
@@ -40,12 +47,6 @@ from oases.autotp.module_snapshot import (
     set_modes,
     states_of,
 )
-from oases.autotp.program import Program, shapes_of
-from oases.autotp.rules import is_linear, linear_operands
-from oases.autotp.shapes import Segments, Split
-from oases.autotp.spec import ParallelSpec
-from oases.autotp.splitter import Splitter
-from oases.autotp.structure import Structure, find
 from oases.core.blocks.sharding import Cut
 from oases.errors import UsageError
 
@@ -188,7 +189,7 @@ class LayerSignature:
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
         flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, modes_of(call.module, self.states))
+        signature = CallSignature.of(flat, tree, modes_of(call.module, base_of(call.module, self.states)))
         return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
 
     def _whole_cache(self, held: Any) -> Any:

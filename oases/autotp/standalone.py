@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from oases.autotp.block import value_of
 from oases.autotp.cache import CacheSlot, cache_in
 from oases.autotp.export import CallSignature, leaves
-from oases.autotp.module_snapshot import ModuleSnapshot
 from oases.autotp.signatures import LayerSignature
+from oases.autotp.trace_guard import TraceGuard
 
 
 class StandaloneForward:
@@ -20,7 +20,7 @@ class StandaloneForward:
     def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
         self.module = module
         self.signature = signature
-        self.snapshot = ModuleSnapshot(module, path, signature.states)
+        self.guard = TraceGuard(module, path, signature.states)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's program; arguments and result are those of the layer."""
@@ -37,7 +37,7 @@ class StandaloneForward:
 
     def _run(self, found: list[Any], tree: pytree.TreeSpec) -> Any:
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        call_signature = CallSignature.of(found, tree, self.snapshot.modes())
+        call_signature = CallSignature.of(found, tree, self.guard.modes())
         program = self.signature.program(call_signature, found, tree, None, device, self.module)
         run, names = program.module()
         exported = program.exported

@@ -12,7 +12,7 @@ from unittest import mock
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from oases.autotp import module_snapshot, signatures
+from oases.autotp import signatures, trace_guard
 
 _sharing = contextlib.ExitStack()
 
@@ -33,8 +33,8 @@ def _shared_signatures() -> Iterator[None]:
     made, known = signatures._layer_signature, {}
 
     def shared(call: Any, kept: frozenset[str], refused: str, tp: Any) -> Any:
-        with mock.patch.object(module_snapshot, "comparison_key", _by_value):
-            look = module_snapshot.look_of(call.module, set())
+        with mock.patch.object(trace_guard, "comparison_key", _by_value):
+            look = trace_guard.look_of(call.module, set())
         modes = tuple(part.training for part in call.module.modules())
         key = look, modes, _arguments(call), call.ops, kept, refused, repr(tp)
         if key not in known:  # the call keeps alive what the key holds by identity
@@ -45,7 +45,7 @@ def _shared_signatures() -> Iterator[None]:
         yield
 
 
-_comparison_key = module_snapshot.comparison_key
+_comparison_key = trace_guard.comparison_key
 
 
 def _by_value(value: Any) -> Any:

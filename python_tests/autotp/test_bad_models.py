@@ -133,6 +133,16 @@ def _replaced(model):
     model.layers[0].attn.forward = lambda x, mask=None: x
 
 
+def _class_changed():
+    class Changed(Block):
+        pass
+
+    model = made(Plain, Changed)
+    run(model)
+    Changed.forward = lambda self, x, mask=None: x
+    return model(tokens())
+
+
 CASES = {
     "heads that do not divide": (
         lambda: run(made(Plain, Odd)),
@@ -164,9 +174,10 @@ CASES = {
         "RuntimeError: layers.1.attn got hooks, which would not be called: add them before parallelize",
     ),
     "forward later": (lambda: _after(_replaced), "RuntimeError: layers.0.attn got another forward"),
-    "attributes later": (
-        lambda: _after(lambda m: setattr(m.layers[1].norm, "eps", 1.0)),
-        "RuntimeError: layers.1.norm had eps=1e-05 and has 1.0 now: set it before parallelize",
+    "forward of a class later": (_class_changed, "RuntimeError: layers.0 got another forward: put it there before"),
+    "module later": (
+        lambda: _after(lambda m: setattr(m.layers[1], "up", nn.Linear(WIDTH, 4 * WIDTH))),
+        "RuntimeError: layers.1 has another module up now: put it there before parallelize",
     ),
     "arguments in place": (
         lambda: run(made(Steps)),

@@ -22,7 +22,7 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
-from oases.autotp.module_snapshot import MOST_VALUES, ModuleSnapshot, states_of
+from oases.autotp.trace_guard import MOST_VALUES, TraceGuard, states_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -345,6 +345,8 @@ def _after(model, way):
     if way == "part in eval":
         for layer in model.layers:
             layer.attn.eval()
+    if way == "number":
+        model.layers[1].norm.eps = 0.5
     if way == "state":
         model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()})
 
@@ -375,7 +377,7 @@ def _doubled(self, x, mask=None):
 @pytest.mark.parametrize(
     "way",
     [
-        *("frozen", "hooks", "copied", "part in eval"),
+        *("frozen", "hooks", "copied", "part in eval", "number"),
         *(pytest.param(way, marks=pytest.mark.slow) for way in ("frozen later", "method", "state", "eval")),
     ],
 )
@@ -387,10 +389,10 @@ def test_a_state_that_changes_in_every_step_is_told():
     """Each value of it is traced, which takes seconds."""
     layer = nn.Sequential(nn.Linear(2, 2))
     layer[0]._count = 0
-    snapshot = ModuleSnapshot(layer, "layers.1", states_of(layer))
+    guard = TraceGuard(layer, "layers.1", states_of(layer))
     for number in range(MOST_VALUES + 1):
         layer[0]._count = number
-        assert len(snapshot.modes().states) == (number > 0)
+        assert len(guard.modes().states) == (number > 0)
     layer[0]._count += 1
     with pytest.raises(RuntimeError, match=r"layers\.1\.0\._count has had 17 values, now 17, .* outside of"):
-        snapshot.modes()
+        guard.modes()

@@ -1,4 +1,8 @@
-"""Detect changes of a layer since it was traced; a graph does not follow later changes of its modules."""
+"""Guard of a layer's trace: what changed since is traced again, or refused.
+
+Traced again: training modes, and attributes with plain values. Refused: hooks within the layer, other forwards and
+submodules, other tensors as attributes. Weights, buffers and `requires_grad` may change; a graph reads them anew.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.limits import short
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
-_WATCHED = (int, float, str, bool, type(None), torch.dtype, Tensor)
+_OURS = ("training", "tensor_parallel", "gradient_checkpointing", "forward")
 MOST_VALUES = 16
 """Values of an attribute that a layer is traced for."""
 _OF_MODULES = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
@@ -61,6 +66,30 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
             part._forward_hooks.update(hooks)
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def comparison_key(value: Any) -> Any:
+    """Key that an attribute is compared by: plain values by value, others (configurations, functions) by identity."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), tuple(comparison_key(each) for each in value)
+    if isinstance(value, dict):
+        return dict, tuple((repr(key), comparison_key(each)) for key, each in value.items())
+    return id(value)
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    """Attributes besides those that every module has."""
+    return {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
+
+
 @dataclass(frozen=True)
 class State:
     """Attribute of a submodule that has another value than when the layer was traced.
@@ -82,41 +111,38 @@ class Modes(NamedTuple):
 
 
 States = Sequence[Mapping[str, Any]]
-"""Values of the attributes of each submodule that may change between calls, see `states_of`."""
+"""Plain attributes of each submodule, see `states_of`."""
 
 
 def states_of(layer: nn.Module) -> States:
-    """Copies of each submodule's private attributes with plain values, and of its lists, dicts and the like of them.
+    """Copies of each submodule's attributes with plain values; other values are another graph."""
+    return [
+        {name: copy.deepcopy(value) for name, value in _attributes(part).items()
+         if name not in _OURS and _is_plain(value)}
+        for part in layer.modules()
+    ]  # fmt: skip
 
-    These may change between calls, as peft's `_disable_adapters` and `scaling` do: other values are another graph.
+
+def base_of(layer: nn.Module, traced: States) -> States:
+    """States that a layer's are compared with: of its traced copy, which has all adapters active, those that may
+    differ between the two (private ones, as peft's `_disable_adapters`, and collections, as its `scaling`); its own
+    others, of which one may be its index.
     """
     return [
-        {name: copy.deepcopy(value) for name, value in vars(part).items() if _is_state(name, value)}
-        for part in layer.modules()
-    ]
+        {name: value if name.startswith("_") or isinstance(value, (list, tuple, set, dict)) else vars(part)[name]
+         for name, value in values.items() if _is_plain(vars(part).get(name, layer))}
+        for part, values in zip(layer.modules(), traced, strict=True)
+    ]  # fmt: skip
 
 
-def _is_state(name: str, value: Any) -> bool:
-    may_change = name.startswith("_") or isinstance(value, (list, tuple, set, dict))
-    return may_change and name not in _OF_MODULES and _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
-
-
-def modes_of(layer: nn.Module, traced: States) -> Modes:
-    """Modes of a layer. traced: states of the copy that was traced."""
+def modes_of(layer: nn.Module, base: States) -> Modes:
+    """Modes of a layer. base: its states when it was traced."""
     parts = list(layer.modules())
     return Modes(
         tuple(part.training for part in parts),
         tuple(
             State(at, name, comparison_key(held[name]), copy.deepcopy(held[name]))
-            for at, (part, values) in enumerate(zip(parts, traced, strict=True))
+            for at, (part, values) in enumerate(zip(parts, base, strict=True))
             for held in [vars(part)]
             for name, value in values.items()
             if name in held and _is_plain(held[name]) and comparison_key(held[name]) != comparison_key(value)
@@ -126,45 +152,27 @@ def modes_of(layer: nn.Module, traced: States) -> Modes:
 
 def set_modes(layer: nn.Module, modes: Modes, traced: States) -> None:
     """Set the training mode and the states of each submodule, as `modes_of` returned them."""
-    for part, training, values in zip(layer.modules(), modes.training, traced, strict=True):
+    parts = list(layer.modules())
+    for part, training, values in zip(parts, modes.training, traced, strict=True):
         part.training = training
         vars(part).update(copy.deepcopy(dict(values)))
-    parts = list(layer.modules()) if modes.states else []
     for state in modes.states:
         vars(parts[state.part])[state.name] = copy.deepcopy(state.value)
 
 
-def activate_adapters(twin: nn.Module) -> None:
-    """Activate all LoRA pairs of a copy that will be traced, so that those that are inactive now are sharded, too."""
-    for part in twin.modules():
-        pairs, held = part._modules.get("lora_A"), vars(part)
-        if not isinstance(pairs, nn.ModuleDict) or not pairs or "_active_adapter" not in held:
-            continue
-        active = held["_active_adapter"]
-        if set([active] if isinstance(active, str) else active) != set(pairs):
-            part._active_adapter = list(pairs)  # type: ignore[assignment]
-        part._disable_adapters, part.merged_adapters = False, []  # type: ignore[assignment]
-
-
-class ModuleSnapshot:
-    """State of a traced layer. path: its name in the model. traced: states of the copy that was traced.
-
-    Weights, buffers, `requires_grad`, train() and eval() of any submodule, and states may change; hooks within the
-    layer, other attributes that a forward may read, and forward methods may not.
-    """
+class TraceGuard:
+    """Check of a traced layer before each call. path: its name in the model. traced: states of the traced copy."""
 
     def __init__(self, layer: nn.Module, path: str, traced: States) -> None:
-        self._path = path
-        self._parts = [(name, part, _attributes(part)) for name, part in layer.named_modules() if part is not layer]
-        self._forwards = [vars(part).get("forward") for _, part, _ in self._parts]
-        self._layer, self._own = layer, _attributes(layer)
-        self._all = list(layer.modules())
-        self._traced = traced
+        self._layer, self._path = layer, path
+        self._names = {part: name for name, part in layer.named_modules()}
+        self._parts = list(self._names)
+        self._fixed = [self._forwards_and_modules(part) for part in self._parts]
+        self._tensors = [(part, name, value) for part in self._parts for name, value in _attributes(part).items()
+                         if isinstance(value, Tensor)]  # fmt: skip
+        self._base = base_of(layer, traced)
         self._watched = [
-            (part, name)
-            for part, values in zip(self._all, traced, strict=True)
-            for name in values
-            if _is_plain(vars(part).get(name, self))
+            (part, name) for part, values in zip(self._parts, self._base, strict=True) for name in values
         ]
         self._seen: list[Any] = []
         self._states: tuple[State, ...] = ()
@@ -173,99 +181,99 @@ class ModuleSnapshot:
 
     def modes(self) -> Modes:
         """Modes of the layer, after the check. RuntimeError where it has changed otherwise."""
-        for (name, part, attributes), forward in zip(self._parts, self._forwards, strict=True):
-            if _hooked(part):
-                raise RuntimeError(self._changed(name, "got hooks, which would not be called: add them"))
-            if vars(part).get("forward") is not forward:
-                raise RuntimeError(self._changed(name, "got another forward: put it there"))
-            self._check(name, part, attributes)
-        self._check("", self._layer, self._own)
+        for part, fixed in zip(self._parts, self._fixed, strict=True):
+            if part is not self._layer and _hooked(part):
+                raise self._changed(part, "got hooks, which would not be called: add them")
+            if (now := self._forwards_and_modules(part)) != fixed:
+                if now[:2] != fixed[:2]:
+                    raise self._changed(part, "got another forward: put it there")
+                names = dict.fromkeys(name for name, _ in {*now[2]} ^ {*fixed[2]})
+                raise self._changed(part, f"has another module {', '.join(names)} now: put it there")
+        for part, name, tensor in self._tensors:
+            if part.__dict__.get(name) is not tensor:
+                raise self._changed(part, f"had {name} and has another tensor now: set it")
         # Most calls compare alone: a step calls this for every layer.
         if [part.__dict__.get(name, self) for part, name in self._watched] != self._seen:
             self._see()
-        return Modes(tuple([part.training for part in self._all]), self._states)
+        return Modes(tuple([part.training for part in self._parts]), self._states)
+
+    def _forwards_and_modules(self, part: nn.Module) -> list[Any]:
+        """Forward of an object and of its class, and its modules; the layer's own forward runs its trace."""
+        own = None if part is self._layer else part.__dict__.get("forward")
+        return [own, type(part).forward, [*part._modules.items()]]
 
     def _see(self) -> None:
         """Take over states that have changed since the last call. RuntimeError where a value is no plain one."""
-        names = {part: name for name, part in self._layer.named_modules()}
         values = [vars(part).get(name, self) for part, name in self._watched]
         for (part, name), value in zip(self._watched, values, strict=True):
             if not _is_plain(value):
                 found = "none" if value is self else f"a {type(value).__name__} of other values than plain ones"
-                raise RuntimeError(self._changed(names[part], f"had a plain {name} and has {found} now: set it"))
-        self._states = modes_of(self._layer, self._traced).states
+                raise self._changed(part, f"had a plain {name} and has {found} now: set it")
+        self._states = modes_of(self._layer, self._base).states
         self._seen = copy.deepcopy(values)
         for state in self._states:
             known = self._values.setdefault((state.part, state.name), set())
             known.add(state.key)
             if len(known) > MOST_VALUES:
-                where = ".".join(each for each in (self._path, names[self._all[state.part]], state.name) if each)
+                where = ".".join(each for each in (self._where(self._parts[state.part]), state.name) if each)
                 raise RuntimeError(
                     f"{where} has had {len(known)} values, now {short(state.value)}, and the layer is traced again "
                     "for each; keep what changes in every step outside of the layer"
                 )
 
-    def _check(self, name: str, part: nn.Module, attributes: dict[str, Any]) -> None:
-        now = vars(part)
-        for key, value in attributes.items():
-            if now.get(key, self) is not value and (isinstance(value, Tensor) or now.get(key, self) != value):
-                was, changed = (repr(value), repr(now.get(key))) if not isinstance(value, Tensor) else ("", "")
-                raise RuntimeError(
-                    self._changed(name, f"had {key}={was} and has {changed or 'another tensor'} now: set it")
-                )
+    def _changed(self, part: nn.Module, what: str) -> RuntimeError:
+        where = self._where(part) or "the model"
+        return RuntimeError(f"{where} {what} before parallelize(), which traced the layer as it was then")
 
-    def _changed(self, name: str, what: str) -> str:
-        where = ".".join(each for each in (self._path, name) if each)
-        return f"{where or 'the model'} {what} before parallelize(), which traced the layer as it was then"
-
-
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    """Attributes that a forward may read, besides weights, buffers and modules."""
-    ours = ("training", "tensor_parallel", "gradient_checkpointing", "forward")
-    return {
-        key: value
-        for key, value in vars(part).items()
-        if not key.startswith("_") and key not in ours and isinstance(value, _WATCHED)
-    }
+    def _where(self, part: nn.Module) -> str:
+        return ".".join(each for each in (self._path, self._names[part]) if each)
 
 
 def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
     """Function that returns the attributes assigned on a module and its submodules since this call."""
-    before = {name: _snapshot(part) for name, part in module.named_modules()}
+
+    def look() -> dict[str, tuple[Any, Any]]:
+        """Each attribute, kept so that its id stays unique, and its comparison key."""
+        return {
+            f"{path}.{name}".lstrip("."): (value, comparison_key(value))
+            for path, part in module.named_modules()
+            for name, value in _attributes(part).items()
+        }
+
+    before = look()
 
     def since() -> list[str]:
-        found: list[str] = []
-        for name, part in module.named_modules():
-            now, then = _snapshot(part), before.get(name, {})
-            keys = [key for key in {*now, *then} if key not in now or key not in then or now[key][1] != then[key][1]]
-            found.extend(f"{name}.{key}".lstrip(".") for key in sorted(keys))
-        return found
+        now = look()
+        return sorted(
+            name for name in {*now, *before}
+            if name not in now or name not in before or now[name][1] != before[name][1]
+        )  # fmt: skip
 
     return since
 
 
-def _snapshot(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, kept so that its id stays unique, and its comparison key."""
-    return {key: (value, comparison_key(value)) for key, value in vars(part).items() if key not in _OF_MODULES}
+def changed_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], list[str]]:
+    """Function that returns the arguments whose lists, dicts and the like have got other items since this call."""
+    given: dict[str, Any] = {**{f"argument {at}": each for at, each in enumerate(args)}, **kwargs}
+    before = {name: pytree.tree_flatten(each) for name, each in given.items()}
 
+    def since() -> list[str]:
+        found = []
+        for name, each in given.items():
+            (now, tree), (then, was) = pytree.tree_flatten(each), before[name]
+            if tree != was or any(one is not other for one, other in zip(now, then, strict=True)):
+                found.append(f"items of {name}")
+        return found
 
-def comparison_key(value: Any) -> Any:
-    """Key that an attribute is compared by: plain values by value, others (configurations, functions) by identity."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(comparison_key(each) for each in value)
-    if isinstance(value, dict):
-        return dict, tuple((repr(key), comparison_key(each)) for key, each in value.items())
-    return id(value)
+    return since
 
 
 def attributes_of(module: nn.Module, ignored: Collection[str] = ()) -> tuple[Any, ...]:
     """Attributes of a module's own, private ones too, by name and key. ignored: names without their values."""
     return tuple(
         (name, None if name in ignored else comparison_key(value))
-        for name, value in sorted(vars(module).items())
-        if name not in _OF_MODULES and name != "training"
+        for name, value in sorted(_attributes(module).items())
+        if name != "training"
     )
 
 
