@@ -80,7 +80,7 @@ LINES = {
     "oases_svm": 2_067,
     "oases_train": 4_484,
     "python_tests": 46_655,
-    "reliability": 3_748,
+    "reliability": 3_758,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
 PATCHES = 24
