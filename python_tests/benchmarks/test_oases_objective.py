@@ -189,7 +189,7 @@ def test_published_times_are_converted(tmp_path, capsys):
         ({"rows": [{"hidden": 128, "tp": 1, "batch": 1}]}, "'attention_forward_ms' is missing"),
         ({"rows": [ROW | {"all_reduce_ms": None}]}, "nothing can be planned"),
         ({"rows": [ROW, ROW]}, "two attention blocks"),
-        ({"rows": [ROW | {"hidden": 200}]}, "hidden 200 does not divide by 3 heads"),
+        ({"rows": [ROW | {"hidden": 200}]}, "hidden 200 in 3 heads over tp"),
         ({"dtype": []}, "dtype"),
         ({"device": "RTX 3090"}, "does not state its memory"),
         ({"gpus": 1}, "gpus must be at least 2"),

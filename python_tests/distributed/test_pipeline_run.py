@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from block_examples import WIDTH, make_stack, plain_blocks, plain_forward
 
 from oases.core.blocks.sharding import sharded_parameters
+from oases.core.execution.failure import FailedRankError
 from oases.core.schedule import Op, ScheduleError
 from oases.core.schedule.pipeline import PIPELINES, chunks_of, generate_pipeline
 from oases.distributed.mesh import Mesh
@@ -231,25 +232,16 @@ def check_failing(kind):
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
-    with pytest.raises(RuntimeError, match="was closed after a failure; create new messages"):
+    with pytest.raises(FailedRankError, match=r"rank 2 failed at .*F 2.3 \(stage 2"):
         run.run(forward)
     mesh.destroy()
-    run, mesh = run_of("one_f_one_b", 4, 6)
-    kind = "nothing fails"
-    losses = run.run(forward)
-    run.messages.close()
-    mesh.destroy()
-    return str(caught.value), [float(loss) for loss in losses]
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("kind", "message"), [("raises", "no such number"), ("other shape", "one shape")])
 def test_a_stage_that_fails_ends_its_neighbours(four_ranks, kind, message):
-    errors, losses = zip(*four_ranks.run(check_failing, kind), strict=True)
-    assert message in errors[2]
-    assert "on stage 3, from stage 2 (rank 2)" in errors[3]
-    assert "on stage 1," in errors[1]
-    assert "on stage 0," in errors[0]
-    assert losses[3] == [4 * 2 * 2.0**4] * 6
+    for error in four_ranks.run(check_failing, kind):
+        assert message in error
 
 
 def check_silence():

@@ -13,11 +13,6 @@ import oases
 from oases_sparse import hook
 
 
-@pytest.fixture
-def two_ranks(two_ranks_of_gloo):
-    return two_ranks_of_gloo
-
-
 class Tables(nn.Module):
     """Two tables of which a step uses few rows, and layers between them."""
 
@@ -80,8 +75,8 @@ def tables_sparse():
 
 @pytest.mark.parametrize("make", [tables_dense, tables_sparse])
 @pytest.mark.parametrize("mode", ["dense", "packed", "gather", "auto"])
-def test_gradients_are_those_of_ddp(two_ranks, make, mode):
-    results = two_ranks.run(beside_ddp, make, mode)
+def test_gradients_are_those_of_ddp(two_ranks_of_gloo, make, mode):
+    results = two_ranks_of_gloo.run(beside_ddp, make, mode)
     assert all(apart < 3e-6 for apart, _ in results)
     assert results[0][1] == results[1][1]
     sent = results[0][1]
@@ -95,8 +90,8 @@ def test_gradients_are_those_of_ddp(two_ranks, make, mode):
 
 
 @pytest.mark.parametrize("mode", ["packed", "auto", "sketch"])
-def test_a_model_without_sparse_parameters(two_ranks, mode):
-    apart, sent = two_ranks.run(beside_ddp, Plain, mode)[0]
+def test_a_model_without_sparse_parameters(two_ranks_of_gloo, mode):
+    apart, sent = two_ranks_of_gloo.run(beside_ddp, Plain, mode)[0]
     assert apart < 1e-6
     assert list(sent) == ["all other gradients"]
 
@@ -105,8 +100,8 @@ def test_four_ranks(four_ranks):
     assert max(apart for apart, _ in four_ranks.run(beside_ddp, tables_dense, "packed")) < 3e-6
 
 
-def test_float16(two_ranks):
-    apart, sent = two_ranks.run(beside_ddp, tables_dense, "packed", torch.float16)[0]
+def test_float16(two_ranks_of_gloo):
+    apart, sent = two_ranks_of_gloo.run(beside_ddp, tables_dense, "packed", torch.float16)[0]
     assert apart < 2e-3
     assert sent["first.weight"][0] == {"packed": 5}
 
@@ -133,8 +128,8 @@ def sketched():
     return losses
 
 
-def test_a_sketched_model_learns_and_stays_the_same_on_all_ranks(two_ranks):
-    losses = two_ranks.run(sketched)[0]
+def test_a_sketched_model_learns_and_stays_the_same_on_all_ranks(two_ranks_of_gloo):
+    losses = two_ranks_of_gloo.run(sketched)[0]
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -159,8 +154,8 @@ def a_rank_without():
     return model["table"].weight.grad
 
 
-def test_a_rank_without_a_gradient(two_ranks):
-    first, second = two_ranks.run(a_rank_without)
+def test_a_rank_without_a_gradient(two_ranks_of_gloo):
+    first, second = two_ranks_of_gloo.run(a_rank_without)
     assert torch.equal(first, second)
     assert first.any(1).nonzero().flatten().tolist() == [4, 9]
 
@@ -181,8 +176,8 @@ def an_empty_list(mode):
 
 
 @pytest.mark.parametrize("mode", ["dense", "packed", "gather", "auto"])
-def test_a_rank_that_looks_up_no_row(two_ranks, mode):
-    for found in two_ranks.run(an_empty_list, mode):
+def test_a_rank_that_looks_up_no_row(two_ranks_of_gloo, mode):
+    for found in two_ranks_of_gloo.run(an_empty_list, mode):
         assert found == [[2.0] * 5 + [0.0] * 3, [2.0] * 6 + [0.0] * 2, [0.0] * 8]
 
 
@@ -193,8 +188,8 @@ def broken():
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_state_that_is_no_reducer_is_named(two_ranks):
-    two_ranks.run(broken)
+def test_a_state_that_is_no_reducer_is_named(two_ranks_of_gloo):
+    two_ranks_of_gloo.run(broken)
 
 
 def refused():
@@ -211,8 +206,8 @@ def refused():
         wrapped(torch.tensor([1])).sum().backward()
 
 
-def test_what_fails_on_the_thread_is_raised_by_the_backward_pass(two_ranks):
-    two_ranks.run(refused)
+def test_what_fails_on_the_thread_is_raised_by_the_backward_pass(two_ranks_of_gloo):
+    two_ranks_of_gloo.run(refused)
 
 
 def test_a_bucket_is_encoded_while_the_one_before_is_on_the_wire():
@@ -304,8 +299,8 @@ def ways_of_ddp(sparse, options, accumulated, skipping):
         ({"find_unused_parameters": True}, 1, True),
     ],
 )
-def test_shared_parameters_and_ways_of_ddp(two_ranks, sparse, options, accumulated, skipping):
-    assert max(two_ranks.run(ways_of_ddp, sparse, options, accumulated, skipping)) < 1e-5
+def test_shared_parameters_and_ways_of_ddp(two_ranks_of_gloo, sparse, options, accumulated, skipping):
+    assert max(two_ranks_of_gloo.run(ways_of_ddp, sparse, options, accumulated, skipping)) < 1e-5
 
 
 def two_models():
@@ -326,5 +321,5 @@ def two_models():
                 torch.testing.assert_close(mine.grad.to_dense(), expected.grad.to_dense())
 
 
-def test_two_hooks_in_one_backward_pass(two_ranks):
-    two_ranks.run(two_models)
+def test_two_hooks_in_one_backward_pass(two_ranks_of_gloo):
+    two_ranks_of_gloo.run(two_models)

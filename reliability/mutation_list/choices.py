@@ -52,14 +52,6 @@ CHOICES = (
         "A host that begins a wait late seems to have hidden communication.",
     ),
     Mutation(
-        "autotune_goes_on_after_a_failure",
-        "oases/core/blocks/stack.py",
-        "            self._tunings.begin_again()\n",
-        "            pass\n",
-        ("core/execution/test_autotune.py",),
-        "Ranks that counted different calls before a failure go on with different candidates.",
-    ),
-    Mutation(
         "choices_of_replicas_are_forgotten",
         "oases/checkpoint/contents.py",
         '                    found[f"{rank}/{number}/{key}"] = label\n',

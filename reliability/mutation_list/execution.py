@@ -11,7 +11,7 @@ EXECUTION = (
         "executor_waits_at_once",
         "oases/core/execution/executor.py",
         """            for step in steps:
-                guard.current_op = step.op
+                self.current_op = step.op
                 handlers[step.key](step)
             return
 """,
@@ -20,7 +20,7 @@ EXECUTION = (
             for step in steps:
                 if step.op.kind == "wait" and step.carried in done:
                     continue
-                guard.current_op = step.op
+                self.current_op = step.op
                 handlers[step.key](step)
                 if step.is_start and step.carried in waits:
                     handlers[waits[step.carried].key](waits[step.carried])

@@ -18,12 +18,8 @@ from torch import Tensor, nn
 from oases.autotp.export import running_without_data, without_data
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.autotp.pipeline.stages import Crossings, Division
-<<<<<<< HEAD
-from oases.core.execution.failure import EarlyEnd
-=======
 from oases.autotp.trace_guard import recorders, unrecorded
-from oases.core.execution.propagation import EarlyEnd
->>>>>>> h-optable
+from oases.core.execution.failure import EarlyEnd
 
 
 class PartEnd(EarlyEnd):

@@ -229,8 +229,12 @@ def begin_call(
     if found is None:
         return
     if not found.stuck:
-        raise UsageError(f"{caller}: {found.text}")
+        raise CallsDifferError(f"{caller}: {found.text}")
     raise error_of(monitor.tell(Failure(monitor.rank, caller, found.text)))
+
+
+class CallsDifferError(UsageError):
+    """Calls of a group's ranks that differ. All of them raise it."""
 
 
 class FailTogether:
@@ -277,6 +281,8 @@ class FailTogether:
             return None  # an interrupt or exit keeps its type on its rank
         if first.rank == mine.rank and (self._keeps_type or isinstance(error, UsageError) or first != mine):
             return None
+        if isinstance(error, CallsDifferError):
+            return None  # raised by every rank of its group; those of other groups are told
         raise error_of(first, alone=monitor is None) from error
 
 
