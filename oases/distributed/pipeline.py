@@ -128,7 +128,7 @@ class StageRunner:
         }  # fmt: skip
         executor = Executor(handlers, self.pipeline, f"stage {self.stage}", Context(spans))
         steps = self._steps if keep else self._forward_steps
-        monitor = monitor_of(None if self.messages is None else dist.group.WORLD)
+        monitor = monitor_of(dist.group.WORLD if dist.is_initialized() else None)
         try:
             with FailTogether(
                 monitor, executor.place, remedy=executor.remedy

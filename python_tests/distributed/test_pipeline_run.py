@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from block_examples import WIDTH, make_stack, plain_blocks, plain_forward
 
 from oases.core.blocks.sharding import sharded_parameters
-from oases.core.execution.failure import FailedRankError
 from oases.core.schedule import Op, ScheduleError
 from oases.core.schedule.pipeline import PIPELINES, chunks_of, generate_pipeline
 from oases.distributed.mesh import Mesh
@@ -232,7 +231,7 @@ def check_failing(kind):
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
-    with pytest.raises(FailedRankError, match=r"rank 2 failed at .*F 2.3 \(stage 2"):
+    with pytest.raises(RuntimeError, match=r"rank 2 failed at .*F 2.3 \(stage 2|was closed after a failure"):
         run.run(forward)
     mesh.destroy()
     return str(caught.value)
