@@ -15,7 +15,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from oases.errors import UsageError
@@ -117,10 +116,15 @@ def _stripped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
 
 
-@cache
+_known: dict[Any, tuple[_Field, ...]] = {}
+
+
 def _fields(kind: Any) -> tuple[_Field, ...]:
-    hints = get_type_hints(kind, include_extras=True)
-    return tuple(_Field(item, hints[item.name]) for item in fields(kind) if item.init)
+    """Fields of a dataclass, looked up once."""
+    if kind not in _known:
+        hints = get_type_hints(kind, include_extras=True)
+        _known[kind] = tuple(_Field(item, hints[item.name]) for item in fields(kind) if item.init)
+    return _known[kind]
 
 
 def names_of(kind: type[Any], suffix: str = "") -> list[str]:

@@ -217,9 +217,6 @@ class Training(Protocol):
     def settle(self) -> None:
         """Apply pending updates before a checkpoint."""
 
-    def remember(self) -> None:
-        """Copy the state to memory."""
-
     def unlock(self) -> None:
         """Let other runs have the checkpoint folder."""
 

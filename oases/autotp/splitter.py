@@ -176,7 +176,8 @@ class Splitter:
             raise UnsplittableError(f"{node.target} {path.why} the sharded dimension")
         given = {each: self.value(each).node for each in splits}
         for each, at in path.beside.items():
-            given[each] = self.entered(each) if at is None else self.part(each, at, path.results[0].segments)
+            split = None if at is None else Split(at, path.results[0].segments)
+            given[each] = self.entered(each) if split is None else self.as_split(each, split)
         made = self.copy(node, given)
         if not isinstance(node.meta["val"], Tensor):
             return Value(made, several=tuple(path.results))

@@ -271,8 +271,8 @@ def saved_and_loaded(name, dims, options, folder):
     return losses, oases.full_state_dict(parallel)
 
 
-def recovered(name, dims, function):
-    """Numbers of calls and losses of two steps after one in which rank 1 alone ran out of memory at a function."""
+def out_of_memory(name, dims, function):
+    """Errors of a step in which rank 1 alone ran out of memory at a function, and of the next one."""
     model, data = build(name), batch(name)
     oases.parallelize(model, mesh=mesh_of(dims), experts="balanced")
 
@@ -285,9 +285,8 @@ def recovered(name, dims, function):
     step()
     broken = patch(function, side_effect=MemoryError("out of memory"))
     with broken if dist.get_rank() == 1 else nullcontext():
-        assert "out of memory" in said(step)
-    losses = [step(), step()]
-    return losses, [state.placing.number for state in states_of(model)]
+        first = said(step)
+    return first, said(step)
 
 
 def generated(name, dims):

@@ -288,7 +288,7 @@ def test_who_asks_hears_which_message_a_rank_waits_for(two_ranks):
 
 @pytest.mark.long
 def test_a_stage_that_hears_nothing_names_what_it_waits_for(two_ranks):
-    assert two_ranks.run(check_silence)[1].startswith("receive F 1.0 on stage 1, from stage 0 (rank 0): ")
+    assert "receive F 1.0 on stage 1, from stage 0 (rank 0): " in two_ranks.run(check_silence)[1]
 
 
 def check_early(name, micro_batches):
