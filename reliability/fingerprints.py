@@ -83,7 +83,7 @@ EVERY = 5
 
 
 MEASURED = ("experts prophet *", "experts faster_moe *", "experts optimum *", "* balanced, prophet")
-"""Cases that place experts by costs that are measured in the run: their sums, in another order, differ in last bits."""
+"""Cases that place experts by costs measured in the run: their sums, in another order, differ in last bits."""
 CLOSE = 1e-6
 """Relative difference of their losses."""
 

@@ -293,7 +293,7 @@ def told_of_whole_layers():
 def test_layers_that_stay_whole_are_told_of_once(two_ranks):
     first, second = two_ranks.run(told_of_whole_layers)
     assert len(first) == 1
-    told = "every rank computes these layers whole, with no less time and memory: layers (2 layers, 80% of"
+    told = "these layers are replicated (no speed-up, no memory saved): layers (2 layers, 80% of"
     assert told in first[0]
     assert second == []
 
