@@ -287,7 +287,7 @@ def told_of_whole_layers():
     with pytest.raises(OverlapError, match=r"layers \(2 layers, 80% .*\): OwnBackward calls the autograd function"):
         oases.parallelize(model, spec=spec(), require_overlap=True)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-    return [str(each.message) for each in told if "computes these layers whole" in str(each.message)]
+    return [str(each.message) for each in told if "these layers are replicated" in str(each.message)]
 
 
 def test_layers_that_stay_whole_are_told_of_once(two_ranks):
