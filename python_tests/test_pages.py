@@ -86,3 +86,20 @@ def test_every_quoted_error_has_cause_and_remedy():
     entries = re.split(r"^- \*\*`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)[1:]
     assert 15 <= len(entries) <= len(QUOTED)
     assert all("*Cause:*" in entry and "*Remedy:*" in entry for entry in entries)
+
+
+def test_the_reading_guide_names_files_and_what_they_hold():
+    text = (DOCS / "read-the-code.md").read_text()
+    core = ROOT / "oases" / "core"
+    listed = re.findall(r"^\| \d+ \| `(\S+)` \|", text, re.MULTILINE)
+    questions = text.split("\n### ")[1:]
+    assert len(listed) <= 12
+    assert len(questions) == 10
+    for question in questions:
+        paths = set(re.findall(r"`(\w+/\w+\.py)`", question))
+        assert paths, question
+        assert paths <= set(listed), "answered by files of the list alone"
+        words = {word for path in paths for word in re.findall(r"\w+", (core / path).read_text())}
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", question):
+            missing = {part for part in name.split(".") if part not in words}
+            assert not missing, f"{name} is not in {sorted(paths)}"
