@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
     add_ranks(train, link=None, tp=None, backend="auto")
     train.add_argument(
         "--dp", "--data-parallel", type=_replicas, metavar="N|MIN:MAX",
-        help="data-parallel degree; MIN:MAX to go on with fewer replicas when some are lost (default: 1; under "
+        help="data-parallel degree; MIN:MAX: elastic, restart with fewer replicas (default: 1; under "
         "torchrun with --tp, what its ranks make)",
     )  # fmt: skip
     train.add_argument(

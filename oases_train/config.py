@@ -61,7 +61,7 @@ class TrainConfig(ExpertOptions):
     data: str | None = option(
         None,
         "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets; with "
-        "--model also a .jsonl file of prompt and response, with a loss of responses alone; default: Python's "
+        "--model also a .jsonl file of prompt and response, loss on responses only; default: Python's "
         "standard library",
         metavar="PATH",
     )
@@ -74,7 +74,7 @@ class TrainConfig(ExpertOptions):
     vocabulary: int = option(
         0, "vocabulary size (rows of the embedding); 0 = the tokenizer's, padded to a multiple of 64"
     )
-    lora_rank: int = option(0, "with --model, train LoRA adapters of this rank alone (peft); 0 = all weights")
+    lora_rank: int = option(0, "with --model, LoRA rank; train adapters only (peft); 0 = full fine-tuning")
     lora_targets: str = option(
         ALL_LINEAR, f"linears that get adapters: names with commas between, or {ALL_LINEAR}", metavar="NAMES"
     )
@@ -104,8 +104,8 @@ class TrainConfig(ExpertOptions):
     )
     wire_dtype: str = option(
         "none",
-        "type of activations in all-reduces, and of tokens of experts: none = the dtype they are computed in; int8 = "
-        "quantised, with errors; auto:lossy = none, bfloat16 or int8, by measuring",
+        "communication dtype of TP all-reduces and expert all-to-alls: none = compute dtype; int8 = quantized "
+        "(lossy); auto:lossy = none, bfloat16 or int8, by measuring",
         (*WIRE_DTYPES, AUTO_LOSSY),
     )
     gradient_wire: str = option(

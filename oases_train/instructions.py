@@ -1,4 +1,4 @@
-"""Instruction data: prompts with responses, and a loss on the responses alone.
+"""Instruction data: prompts with responses, and a loss on responses only.
 
 For a decoder, examples are packed into samples. Those of one sample do not attend to each other: positions begin
 anew at each, from which transformers builds its masks. An encoder gets one prompt in each sample, and its decoder the

@@ -47,7 +47,7 @@ def trained_configuration(path: str) -> Any:
             if unknown:
                 raise UsageError(
                     f"--model {path!r} has no {unknown[0]}, but sizes of its encoder and decoder apart; train it by "
-                    "oases.parallelize(model, mesh=...) in a loop of your own"
+                    "oases.parallelize(model, mesh=...) in a custom training loop"
                 )
             ends = _ENDS[1:] if found.model_type in _BY_PADDING else _ENDS
             missing = [name for name in ends if getattr(found, name, None) is None]
@@ -63,7 +63,7 @@ def trained_configuration(path: str) -> Any:
     what = f"{kind} of {named}" if named else kind
     raise UsageError(
         f"--model {path!r} is {what}; oases train trains models that predict the next token, or a text from another; "
-        "train others by oases.parallelize(model, mesh=...) in a loop of your own, with what the model takes"
+        "train others by oases.parallelize(model, mesh=...) in a custom training loop, with what the model takes"
     )
 
 
@@ -173,7 +173,7 @@ class ModelStage:
             raise UsageError(
                 f"instruction data: {type(self._model).__name__} does not separate the examples of a row by "
                 f"position_ids: the loss of one changes from {one:.6f} to {two:.6f} with the one before it; train it "
-                "on text, or by oases.parallelize(model, mesh=...) in a loop of your own, one example in each row"
+                "on text, or by oases.parallelize(model, mesh=...) in a custom training loop, one example in each row"
             )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Trainer of the built-in GPT, dense or with experts, by a plan."""
+"""Training loop of a run: model, optimizer, data, checkpoints."""
 
 from __future__ import annotations
 

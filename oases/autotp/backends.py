@@ -85,7 +85,7 @@ def _groups_of(group: ProcessGroup | None) -> list[ProcessGroup]:
 
 
 def _of_groups(mesh: Any, groups: list[ProcessGroup]) -> Any:
-    """A mesh, or group, made anew of other groups of its ranks, one for each dimension."""
+    """Rebuild a DeviceMesh, or a group, from new process groups of its ranks, one for each dimension."""
     if not isinstance(mesh, DeviceMesh):
         return groups[0]
     if mesh.ndim == 1:

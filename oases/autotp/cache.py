@@ -74,7 +74,7 @@ class CacheSlot:
 
 
 class _Traced:
-    """Cache in the eyes of a layer that is traced: its one `update` is noted."""
+    """Stub of a cache while a layer is traced; records its one `update`."""
 
     def __init__(self, held: LayerCache) -> None:
         self._held = held

@@ -156,7 +156,7 @@ def _tell_of_whole_layers(
             )
     if not whole:
         return
-    text = f"every rank computes these layers whole, with no less time and memory: {'; '.join(whole)}"
+    text = f"these layers are replicated (no speed-up, no memory saved): {'; '.join(whole)}"
     if required:
         raise OverlapError(f"require_overlap: {text}")
     if tp.rank == 0:

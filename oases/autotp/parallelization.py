@@ -95,7 +95,7 @@ def parallelize(
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
     fsdp, zero: shard gradients and optimizer state over its "dp", balanced experts over the ranks that have the same
     ones, with fsdp weights, too; without "pp" zero shards optimizer state alone, and a model with fsdp is called,
-    backwards and steps in a loop of your own. dtype: of weights and activations;
+    backwards and steps in a custom training loop. dtype: of weights and activations;
     bfloat16 has float32 masters and gradients. Make the optimizer by `oases.make_optimizer`, which heeds both.
     compile: backend of torch.compile for the blocks of layers, such as inductor; None for eager.
     experts: "sharded" over tensor-parallel ranks, whose results are summed, or

@@ -1,4 +1,4 @@
-"""Graphs of a block in other pieces: for parts of the sequence, and around its experts.
+"""Subgraphs of a block for sequence parallelism, token sub-batches and expert dispatch.
 
 Parts of the sequence are a rank's, under sequence parallelism, or sub-batches of tokens.
 Under sequence parallelism a block becomes three graphs: `prepare` (its norm) and `combine` (bias, dropout, residual)

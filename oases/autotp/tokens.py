@@ -189,6 +189,4 @@ class Tokens:
         like = node.meta.get("like", node)
         modules = [kind for _, kind in like.meta.get("nn_module_stack", {}).values()]
         where = f" of {str(modules[-1]).rpartition('.')[2]}" if modules else ""
-        return UnsplittableError(
-            f"{like} ({node.target}){where} {why}, and every rank computes it whole, beside its sums"
-        )
+        return UnsplittableError(f"{like} ({node.target}){where} {why}, and it is replicated")

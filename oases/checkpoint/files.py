@@ -80,7 +80,7 @@ def _stored_names(
     wrong = list(dict.fromkeys(each for theirs, *_ in everyone for each in theirs))
     known, held = ({name for each in everyone for name in each[at]} for at in (1, 2))
     weights = (name.removeprefix(WEIGHTS) for name in stored if name.startswith(WEIGHTS))
-    wrong += [f"it holds {name!r} besides" for name in weights if name not in known]
+    wrong += [f"unexpected tensor {name!r}" for name in weights if name not in known]
     if known - held:
         wrong.append(f"{min(known - held)!r} is on meta on every rank here")
     if wrong:

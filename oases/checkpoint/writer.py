@@ -177,7 +177,7 @@ def _save_errors(path: Path, group: ProcessGroup | None) -> Iterator[None]:
 
 
 def _causes(error: BaseException) -> str:
-    """Causes of a CheckpointException by rank; the text of another error."""
+    """Failures of a CheckpointException, by rank; the text of another error."""
     said = []
     for rank, (cause, _) in getattr(error, "failures", {}).items():
         text = str(cause) if isinstance(cause, OSError | UsageError) else f"{type(cause).__name__}: {cause}"

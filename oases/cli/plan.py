@@ -208,5 +208,5 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         start = f"torchrun --nnodes {nodes} --nproc-per-node {hardware.ranks_per_node} ... -m " if nodes > 1 else ""
         how = f"{start}oases train --plan {options.json}"
         if not best.model.mixed:
-            how += f" --model {options.model}, or in a loop of your own by oases.parallelize(model, plan=...)"
+            how += f" --model {options.model}, or in a custom training loop by oases.parallelize(model, plan=...)"
         console.print(f"written to {options.json}; execute it with: {how}", soft_wrap=True)

@@ -17,7 +17,7 @@ from oases.core.execution.group import ProcessGroup, group_name, group_of, group
 from oases.distributed.collectives import broadcast_shares
 from oases.distributed.expert_groups import averaging_group
 from oases.distributed.mesh import mesh_of
-from oases.distributed.precision import Originals, heed, is_low, master_of, needs_of, state_now
+from oases.distributed.precision import Originals, is_low, mark_handled, master_of, needs_of, state_now
 from oases.distributed.replicas import know_optimizer, replicas_of
 from oases.errors import UsageError
 
@@ -81,8 +81,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             each.pop("param_names", None)
         self.inner = optimizer_class(groups, **options)
         """The optimizer of this rank's share: of master weights, and of parameters without."""
-        heed(self)
-        heed(self.inner)
+        mark_handled(self)
+        mark_handled(self.inner)
         know_optimizer(self.inner)
         self._note_copies()
         self.defaults = self.inner.defaults

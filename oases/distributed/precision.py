@@ -12,11 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from oases.errors import UsageError
 
 _NEEDS = "oases_needs"
-"""Attribute of a parameter with the options of `parallelize` that an optimizer of it has to heed."""
+"""Attribute of a parameter with the options of `parallelize` that an optimizer of it must honor."""
 
 
 Originals = dict[nn.Parameter, tuple[Tensor, tuple[int, int]]]
-"""Float32 weight of before rounding of each parameter, with the state of the rounded one (see `state_now`)."""
+"""Float32 weights before the cast, by parameter, with the state of the cast one (see `state_now`)."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 register_optimizer_step_pre_hook(_refuse_others)
 
 
-def heed(optimizer: torch.optim.Optimizer) -> None:
+def mark_handled(optimizer: torch.optim.Optimizer) -> None:
     """Mark an optimizer that does what the model needs."""
     setattr(optimizer, _NEEDS, "")
 
 
 def master_of(parameter: nn.Parameter, originals: Originals) -> Tensor:
-    """Float32 weight that a master begins with: of before rounding, unless the parameter has changed since."""
+    """Float32 weight that a master begins with: the one before the cast, unless the parameter has changed since."""
     original, state = originals.get(parameter, (None, None))
     if original is not None and state == state_now(parameter):
         return original

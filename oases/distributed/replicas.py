@@ -33,7 +33,7 @@ _before_steps: Any = None
 
 
 class AverageSwitch:
-    """Switch of a module's averages of gradients, which are on but in `no_sync`."""
+    """Gradient averaging of a module, with `no_sync()`."""
 
     sync = True
     steps = False

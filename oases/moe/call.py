@@ -64,7 +64,7 @@ class ExpertWork:
         # Inputs of blocks by number, the last one the output; their gradients; and inputs that are recomputed.
         self._x: dict[int, Tensor] = {0: x}
         self._g: dict[int, Tensor] = {}
-        self._remade: dict[int, Tensor] = {}
+        self._recomputed: dict[int, Tensor] = {}
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
         """Implementation of each op, by `Step.key`."""
@@ -113,7 +113,7 @@ class ExpertWork:
     def forget(self) -> None:
         """Release every tensor."""
         for held in (
-            self._tokens, self._exchanges, self._x, self._g, self._remade, self._read_again, self.leaves
+            self._tokens, self._exchanges, self._x, self._g, self._recomputed, self._read_again, self.leaves
         ):  # fmt: skip
             held.clear()
 
@@ -123,7 +123,7 @@ class ExpertWork:
 
     def _do_D(self, step: Step) -> None:  # noqa: N802
         block = step.block
-        self._tokens.do_D(step.place, self._exchanges[block], self._x.pop(block), remade=block > 0)
+        self._tokens.do_D(step.place, self._exchanges[block], self._x.pop(block), recomputed=block > 0)
 
     def _do_E(self, step: Step) -> None:  # noqa: N802
         self._tokens.do_E(step.place, *self._exchanges[step.block].inputs())
@@ -134,12 +134,12 @@ class ExpertWork:
 
     def _do_again(self, step: Step) -> None:
         kind, block = _AGAIN[step.key], step.block
-        given = (self._remade.pop(block),) if kind == "D" and block else None
+        given = (self._recomputed.pop(block),) if kind == "D" and block else None
         results = self._tokens.run_again(kind, step.place, given)
         if kind == "D" and not block:
             self._read_again.clear()
         if kind == "F" and block < self._last:
-            (self._remade[block + 1],) = results
+            (self._recomputed[block + 1],) = results
 
     def _do_BF(self, step: Step) -> None:  # noqa: N802
         self._tokens.begin_backward(step.place, self._tokens.backward("F", step.place, self._g.pop(step.block + 1)))

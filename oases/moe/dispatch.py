@@ -71,7 +71,7 @@ def start_counts(
     faulty = torch.stack([routing.faulty for routing in routings]).any()
     counts = torch.where(faulty, -1, counts).flatten()
     slots = routings[0].experts.numel()
-    mine = torch.cat([counts, there(np.array([slots, state]), counts.device)])
+    mine = torch.cat([counts, to_device(np.array([slots, state]), counts.device)])
     everyone = mine.new_empty((size, len(mine)))
     if size > 1:
         assert group is not None
@@ -79,7 +79,7 @@ def start_counts(
         scheduler.wait(scheduler.all_gather(everyone, mine, f"counts of {label}"))
     else:
         everyone[0] = mine
-    arrived = here(everyone)
+    arrived = to_host_async(everyone)
     return lambda: _checked(arrived().numpy(), len(routings), label)
 
 
@@ -105,13 +105,13 @@ def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
     return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
 
 
-def there(array: Integers, device: torch.device) -> Tensor:
+def to_device(array: Integers, device: torch.device) -> Tensor:
     """A copy on a device, which nothing waits for."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def here(x: Tensor) -> Callable[[], Tensor]:
+def to_host_async(x: Tensor) -> Callable[[], Tensor]:
     """Start a copy to the host; call the result to wait for it, and for nothing that is queued later."""
     if x.device.type == "cpu":
         return lambda: x
@@ -170,8 +170,8 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
     inverse[order] = np.arange(len(order))
 
     return DispatchPlan(
-        there(positions, device), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home), blocks.sum(1).tolist(),
-        there(order, device), there(inverse, device),
+        to_device(positions, device), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home),
+        blocks.sum(1).tolist(), to_device(order, device), to_device(inverse, device),
     )  # fmt: skip
 
 

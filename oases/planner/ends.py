@@ -1,4 +1,4 @@
-"""Embedding, head and loss: the work of the first and the last model part besides their blocks.
+"""Costs of embedding, head and loss.
 
 They have the tensor-parallel degree of the plan's first segment.
 """

@@ -156,9 +156,9 @@ class _Memory:
             entry = 0 if op.block else size.unit  # the stack's input; C allocates other blocks' inputs
             if ("R", *place) not in schedule.recomputed:
                 return entry + size.kept - size.part, 0  # allocates y; x is part of the kept activations
-            return entry + size.unit, size.unit + size.part if place in schedule.remade_inputs else 0
+            return entry + size.unit, size.unit + size.part if place in schedule.recomputed_inputs else 0
         if op.kind in ("C", "RC"):  # replaces y; unused results are freed at once
-            read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.remade_inputs
+            read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.recomputed_inputs
             last = op.block + 1 == schedule.num_blocks
             part = 0 if last or not read else self._costs.bytes_of(op.block + 1).part
             return size.unit + part, size.unit if read else 2 * size.unit

@@ -20,7 +20,7 @@ from oases.autotp.export import export, twin_of
 from oases.autotp.layers import example_inputs, observe
 from oases.errors import OverlapError
 
-TOLD = "every rank computes these layers whole"
+TOLD = "these layers are replicated"
 
 
 class Bent(Block):

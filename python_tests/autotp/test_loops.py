@@ -262,7 +262,7 @@ def test_layers_that_are_too_long_to_trace_stay_whole(two_ranks):
         assert worst < CLOSE
         assert (layers["runs"], traced) == (WHOLE, 1)
         assert layers["reason"].startswith(why)
-        assert required.startswith("OverlapError: require_overlap: every rank computes these layers whole")
+        assert required.startswith("OverlapError: require_overlap: these layers are replicated")
         assert f"layers (2 layers, 80% of the parameters): {why}" in required
         assert "make the loop one op by torch.library.custom_op" in required
         assert len([text for text in told if why in text]) == (rank == 0)

@@ -287,13 +287,13 @@ def told_of_whole_layers():
     with pytest.raises(OverlapError, match=r"layers \(2 layers, 80% .*\): OwnBackward calls the autograd function"):
         oases.parallelize(model, spec=spec(), require_overlap=True)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-    return [str(each.message) for each in told if "computes these layers whole" in str(each.message)]
+    return [str(each.message) for each in told if "these layers are replicated" in str(each.message)]
 
 
 def test_layers_that_stay_whole_are_told_of_once(two_ranks):
     first, second = two_ranks.run(told_of_whole_layers)
     assert len(first) == 1
-    told = "every rank computes these layers whole, with no less time and memory: layers (2 layers, 80% of"
+    told = "these layers are replicated (no speed-up, no memory saved): layers (2 layers, 80% of"
     assert told in first[0]
     assert second == []
 

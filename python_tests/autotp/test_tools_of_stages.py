@@ -37,7 +37,7 @@ def refusals(folder, staged):
     ("staged", "is_what", "remedy"),
     [
         pytest.param(True, "in pipeline stages", "model.train_step(**batch)", marks=pytest.mark.slow),
-        pytest.param(False, "with 'pp' or fsdp", "in a loop of your own", marks=pytest.mark.long),
+        pytest.param(False, "with 'pp' or fsdp", "in a custom training loop", marks=pytest.mark.long),
     ],
 )
 def test_tools_refuse_stages_and_shards(two_ranks, tmp_path, staged, is_what, remedy):

@@ -308,7 +308,7 @@ def test_models_of_other_kinds_are_named(llama, tmp_path, monkeypatch, given, na
     with pytest.raises(UsageError, match="trains models that predict the next token, or a text from") as refused:
         config_of(llama)
     assert named in str(refused.value)
-    assert "oases.parallelize(model, mesh=...) in a loop of your own" in str(refused.value)
+    assert "oases.parallelize(model, mesh=...) in a custom training loop" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def fails_in_a_step(number, where, seed):
     except FailedRankError:
         said = "raised"
     torch.accelerator.synchronize()
-    with pytest.raises(FailedRankError, match="out of luck"):  # also where it had ended its call
+    with pytest.raises(FailedRankError, match="out of luck"):  # also where it had returned from its call
         step(stack, x, grad)
     return said
 

@@ -16,7 +16,7 @@ from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import Dataflow, dataflow_of
 from oases.autotp.pipeline.fsdp import CallsOfShards, require_steps, shard_weights
 from oases.autotp.pipeline.stages import Crossings
-from oases.autotp.pipeline.units import PartEnd, Pass
+from oases.autotp.pipeline.units import Pass, StageExit
 from oases.autotp.runner import Runner
 from oases.core.execution.agreement import alike, is_sampled, samples_of
 from oases.core.execution.executor import Context
@@ -180,7 +180,7 @@ class PipelineTraining:
             args, kwargs = batches[number]
             try:
                 result = self._model(*args, **kwargs)
-            except PartEnd:
+            except StageExit:
                 return current.outputs()
             finally:
                 self._units.current = None

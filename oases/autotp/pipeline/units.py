@@ -1,4 +1,4 @@
-"""Units of a model on one rank of a pipeline: the author's forward runs whole, its units only in their part.
+"""Run the model's own forward on one pipeline stage; modules of other stages are stubs.
 
 A unit of the part runs. One of an earlier part returns what that part passed on, or zeros of the right shape where
 nothing of this part reads it. The first unit after the part ends the pass.
@@ -22,7 +22,7 @@ from oases.autotp.trace_guard import recorders, unrecorded
 from oases.core.execution.failure import EarlyEnd
 
 
-class PartEnd(EarlyEnd):
+class StageExit(EarlyEnd):
     """End of the author's forward where everything that a part computes is there."""
 
 
@@ -41,7 +41,7 @@ class Pass:
         self._last = max((at for at, part in enumerate(self.crossings.parts) if part == self.part), default=-1)
 
     def begin(self, unit: str) -> tuple[int, bool]:
-        """Number of a call that begins, and whether it is of this part. PartEnd after the part's last call."""
+        """Number of a call that begins, and whether it is of this part. StageExit after the part's last call."""
         occurrence = self.counts[unit]
         self.counts[unit] += 1
         try:
@@ -52,7 +52,7 @@ class Pass:
                 "pipeline needs a forward whose calls do not depend on data"
             ) from None
         if number > self._last:
-            raise PartEnd
+            raise StageExit
         return number, self.crossings.parts[number] == self.part
 
     def note(self, number: int, result: Any) -> None:
@@ -145,7 +145,7 @@ class UnitForward:
         return self.units.called(self.unit, self.forward, args, kwargs)
 
 
-class StandIn(nn.Module):
+class StubModule(nn.Module):
     """Unit without weights on this rank. Other attributes are those of the unit."""
 
     def __init__(self, units: Units, unit: str) -> None:
@@ -153,13 +153,13 @@ class StandIn(nn.Module):
         self.__dict__["_units"], self.__dict__["_unit"] = units, unit
 
     @staticmethod
-    def of(module: nn.Module, units: Units, unit: str) -> StandIn:
+    def of(module: nn.Module, units: Units, unit: str) -> StubModule:
         """Stand-in of the module's class, which code around layers may ask for.
 
         Hooks of transformers, which record hidden states, stay; others would see values that are not computed here.
         """
-        kind = type(f"StandInOf{type(module).__name__}", (StandIn, type(module)), {})
-        found: StandIn = kind(units, unit)
+        kind = type(f"StubOf{type(module).__name__}", (StubModule, type(module)), {})
+        found: StubModule = kind(units, unit)
         found._forward_hooks.update(recorders(module))
         return found
 
@@ -186,7 +186,7 @@ def take_stage(
     for name in names:
         if stage not in division.stages_of[name]:
             module = model.get_submodule(name)
-            _replace(model, module, StandIn.of(module, units, name))
+            _replace(model, module, StubModule.of(module, units, name))
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if stage not in division.holders[name]:
             path, _, last = name.rpartition(".")
@@ -201,7 +201,7 @@ def install_units(model: nn.Module, units: Units, names: Sequence[str]) -> None:
     """Put a `UnitForward` around every unit with weights on this rank."""
     for name in names:
         module: Any = model.get_submodule(name)
-        if not isinstance(module, StandIn):
+        if not isinstance(module, StubModule):
             module.forward = UnitForward(units, name, module.forward)
 
 

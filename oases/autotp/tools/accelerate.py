@@ -77,12 +77,12 @@ def require_callable(model: Any, tool: str) -> None:
     if mesh.num_stages == 1:
         raise UsageError(
             f"{tool} was given {name} with 'pp' or fsdp, whose gradients oases averages and shards: train it in a "
-            "loop of your own or by oases train --model, or give parallelize() a mesh without 'pp', leave fsdp out, "
-            "and shard over its 'dp' by torch's fully_shard"
+            "custom training loop or by oases train --model, or give parallelize() a mesh without 'pp', leave fsdp "
+            "out, and shard over its 'dp' by torch's fully_shard"
         )
     raise UsageError(
         f"{tool} was given {name} in pipeline stages, of which no rank can compute a loss alone: train it by "
-        "loss = model.train_step(**batch) in a loop of your own or by oases train --model, or give parallelize() "
+        "loss = model.train_step(**batch) in a custom training loop or by oases train --model, or give parallelize() "
         "a mesh without 'pp'"
     )
 
@@ -103,7 +103,7 @@ def patch_parallelism(module: Any) -> None:
 
 
 class _Devices:
-    """Accelerator in the eyes of a ParallelismConfig: its ranks have devices."""
+    """Wrapper that reports several devices to a ParallelismConfig."""
 
     multi_device = True
 
@@ -115,7 +115,7 @@ class _Devices:
 
 
 class _Saved:
-    """Optimizer in the eyes of `save_state`: a state that was gathered."""
+    """Wrapper that gives `save_state` a gathered state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state

@@ -71,7 +71,7 @@ def _require_whole(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shares_state:
         raise UsageError(
             "the optimizer's state is sharded over replicas (zero), of which a tool saves and loads that of one rank "
-            "alone; leave zero out, or save by oases.save_checkpoint in a loop of your own"
+            "alone; leave zero out, or save by oases.save_checkpoint in a custom training loop"
         )
 
 

@@ -20,7 +20,7 @@ from oases.distributed.guards import whole_rows
 from oases.errors import UsageError
 
 _REFUSED = {
-    "fsdp": "the mesh's dimension 'dp' for replicas, or fully_shard in a loop of your own",
+    "fsdp": "the mesh's dimension 'dp' for replicas, or fully_shard in a custom training loop",
     "deepspeed": "the mesh's dimension 'dp' for replicas",
     "torch_compile": "no option: layers run as traced graphs",
 }

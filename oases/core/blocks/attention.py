@@ -19,10 +19,10 @@ from oases.core.execution.piece import Piece
 _CERTAINLY_EXCLUDED = -1e4
 """Addend of a score from which on its weight is zero, whatever the others are."""
 
-_current: ContextVar[EarlierKeys | None] = ContextVar("oases_earlier_keys", default=None)
+_current: ContextVar[KeyValuePrefix | None] = ContextVar("oases_key_value_prefix", default=None)
 
 
-class EarlierKeys:
+class KeyValuePrefix:
     """Keys and values of one block by sub-batch of tokens, and their gradients. number: of sub-batches.
 
     It holds nothing for blocks that do not call `causal_attention`.

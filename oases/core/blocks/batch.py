@@ -1,4 +1,4 @@
-"""Sub-batches of a call, this rank's part of the sequence, and the blocks' inputs besides the activation.
+"""Split a call into sub-batches, by sample or sequence, with the blocks' extra inputs.
 
 Inputs (masks, tables, position biases, an encoder's states, programs) belong to a call, not to a block: another
 forward pass may run before this call's backward pass, and recomputation reads them again. A tensor that many blocks

@@ -92,12 +92,12 @@ class ExchangeWork:
         self._pieces: dict[tuple[str, Place], Piece] = {}
         self._again: dict[tuple[str, Place], _Again] = {}
 
-    def do_D(self, place: Place, exchange: Exchange, h: Tensor, *, remade: bool = False) -> None:  # noqa: N802
-        """Route a sub-batch. remade: h is recomputed before this piece is, and not kept."""
+    def do_D(self, place: Place, exchange: Exchange, h: Tensor, *, recomputed: bool = False) -> None:  # noqa: N802
+        """Route a sub-batch. recomputed: h is recomputed before this piece is, and not kept."""
         state = self._states[place] = _State(exchange, h if exchange.bypasses else None)
         state.rows, *others = self.run("D", place, exchange.route, (h,))
         state.others = tuple(others)
-        if remade and ("D", place) in self._again:
+        if recomputed and ("D", place) in self._again:
             self._again["D", place].inputs = ()
 
     def do_E(self, place: Place, *more: Tensor) -> None:  # noqa: N802

@@ -44,7 +44,7 @@ class BlockProgram(Program):
         """By block, whether work of it that every rank does in full runs with op C of the previous block."""
         self.recomputed: frozenset[Place] = _places(schedule, "R")
         self.combined_again: frozenset[Place] = _places(schedule, "RC")
-        self.remade: frozenset[Place] = schedule.remade_inputs
+        self.recomputed_inputs: frozenset[Place] = schedule.recomputed_inputs
         self.deferred: frozenset[Place] = _places(schedule, "W")
         """Places whose weight gradients an op W computes; elsewhere B does."""
         self.dispatched: frozenset[Place] = schedule.dispatched

@@ -1,4 +1,4 @@
-"""Methods of blocks that run between two of them, on what all ranks hold: combine, prepare and prologue.
+"""Replicated parts of a block, between two collectives: combine, prepare and prologue.
 
 `combine` follows a block's sum. `prepare` is the half of `partial` in front of a gather. `prologue` is work of a
 block that every rank does in full (an attention that cannot be sharded): the block's other methods get its result in

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.attention import EarlierKeys
+from oases.core.blocks.attention import KeyValuePrefix
 from oases.core.blocks.batch import CallInputs, SubBatches
 from oases.core.blocks.exchanges import Exchange, ExchangeWork
 from oases.core.blocks.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
@@ -47,7 +47,7 @@ class BlockWork:
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
         self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
-        self._keys = {b: EarlierKeys(b, cut.number) for b in range(len(blocks))
+        self._keys = {b: KeyValuePrefix(b, cut.number) for b in range(len(blocks))
                       if cut.along == "sequence" and b not in self._joint}  # fmt: skip
         self._whole = cut.tokens.size == 1
         """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
@@ -208,7 +208,7 @@ class BlockWork:
         if deferred is not None:
             # R records the graph again; it must know whether y is the result of a matmul without other readers.
             deferred.end(y if again else None)
-            if again and place not in self._program.remade and not self._between.keeps_input(place):
+            if again and place not in self._program.recomputed_inputs and not self._between.keeps_input(place):
                 (self._h[place],) = given
         self._set_parts(self._y, place, y)
 
@@ -282,7 +282,7 @@ class BlockWork:
     def _do_C(self, step: Step) -> None:  # noqa: N802
         place = step.place
         again = place in self._program.combined_again
-        keep = self._differentiable and again and place not in self._program.remade
+        keep = self._differentiable and again and place not in self._program.recomputed_inputs
         x = self._x[place] if keep else self._x.pop(place)
         self._combined(step, x, graph=self._differentiable and not again)
 
@@ -294,16 +294,16 @@ class BlockWork:
         block, s = place = step.place
         again = step.key == "RC"
         y, following = self._y.pop(place), (block + 1, s)
-        remade = following in self._program.remade
-        graph_above = self._differentiable and (again or not remade)
-        joined = self._joined.get(block) if graph == graph_above and (not again or remade) else None
+        recomputed = following in self._program.recomputed_inputs
+        graph_above = self._differentiable and (again or not recomputed)
+        joined = self._joined.get(block) if graph == graph_above and (not again or recomputed) else None
         if joined is not None and joined.takes(x, y):
             self._x[following], out, kept = joined.run(x, y)
             if graph:
                 self._joined_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
         else:
             out = self._between.run("combine", place, (x, y), again=again, graph=graph)
-            if again and not remade:
+            if again and not recomputed:
                 return
             if block < self._last:
                 self._x[following], out = self._between.enter(following, out, again=again, graph=graph_above)

@@ -314,7 +314,7 @@ class FailsTogether(HoldsGroup):
     def confirm(self) -> None:
         """Wait for the device's queued work; raise FailedRankError if another rank has failed.
 
-        For a loop of your own, before `optimizer.step()`: on an accelerator `backward()` returns before its
+        For a custom training loop, before `optimizer.step()`: on an accelerator `backward()` returns before its
         collectives have ended, and they are not complete where a rank fails meanwhile. On the CPU nothing is waited
         for.
         """
@@ -327,7 +327,7 @@ class FailsTogether(HoldsGroup):
 
 
 class EarlyEnd(Exception):  # noqa: N818  (no error)
-    """Control flow that leaves a forward pass early, at the same point on all ranks of a group; nobody is told."""
+    """Leaves a forward pass early on all ranks of a group, at the same point; not reported as a failure."""
 
 
 def watch_backward(monitor: FailureMonitor | None, label: str) -> None:
@@ -344,7 +344,7 @@ def watch_backward(monitor: FailureMonitor | None, label: str) -> None:
 
 
 def unwatch_backward(monitor: FailureMonitor | None) -> None:
-    """Tell nobody of an exception that comes now: all ranks raise it, or know of it."""
+    """Stop reporting exceptions to peers: they raise it themselves, or know of it."""
     if monitor is not None:
         monitor.watched = _NO_PASS
 

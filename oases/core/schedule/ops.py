@@ -41,7 +41,7 @@ class Read(NamedTuple):
     block: offset from the reader's block; outside the model there is no input. arrived: read the collective's
     result if the result is carried, else the local one. when: condition of the input, "" for always.
         listed      the list holds the op
-        remade      an RC recomputes the block's input before its R
+        recomputed  an RC recomputes the block's input before its R
         together    B includes the backward of C; apart: a BC does it, for every sub-batch if the block is joint
         copied      experts have replicas on other ranks
         dispatched  the block's tokens are sent to experts by ops of the list
@@ -50,7 +50,7 @@ class Read(NamedTuple):
     kind: str
     block: int = 0
     arrived: bool = False
-    when: Literal["", "listed", "remade", "together", "apart", "copied", "dispatched"] = ""
+    when: Literal["", "listed", "recomputed", "together", "apart", "copied", "dispatched"] = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ _ROWS = (
     ),
     OpKind(
         "R", "compute", True,
-        {"block": (Read("F"), Read("RC", -1, True, "remade")), "experts": (Read("F"),), "stage": (Read("F"),)},
+        {"block": (Read("F"), Read("RC", -1, True, "recomputed")), "experts": (Read("F"),), "stage": (Read("F"),)},
         "what B, or BF, needs of F; if a collective carries it, the partial sum, too", _SUM,
         "recomputes F; without the row-parallel matmul unless a collective carries the result",
     ),

@@ -150,16 +150,16 @@ class Schedule:
     # --- tensor-parallel blocks ---
 
     @cached_property
-    def remade_inputs(self) -> frozenset[Place]:
+    def recomputed_inputs(self) -> frozenset[Place]:
         """(block, sub-batch) whose input an RC recomputes before its R, so that the forward pass need not keep it."""
         made: set[Place] = set()
-        remade: set[Place] = set()
+        recomputed: set[Place] = set()
         for op in self.ops:
             if op.kind == "RC":
                 made.add((op.block + 1, op.sub_batch))
             elif op.kind == "R" and (op.block, op.sub_batch) in made:
-                remade.add((op.block, op.sub_batch))
-        return frozenset(remade)
+                recomputed.add((op.block, op.sub_batch))
+        return frozenset(recomputed)
 
     @cached_property
     def sequence_parallel(self) -> bool:

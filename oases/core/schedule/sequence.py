@@ -41,14 +41,14 @@ def _gathered(schedule: Schedule) -> Iterator[Op]:
             ending = []
         if op.kind == "F" and b > 0:
             yield Op("wait", b - 1, s, "C")
-        if op.kind == "R" and (b, s) in schedule.remade_inputs:
+        if op.kind == "R" and (b, s) in schedule.recomputed_inputs:
             yield Op("wait", b - 1, s, "RC")
         if op.kind == "B":
             yield Op("BC", b, s)
             yield Op("all_gather", b, s, "BC")
             yield Op("wait", b, s, "BC")
         yield op._replace(kind="reduce_scatter") if op.kind == "all_reduce" else op
-        if op.kind == "C" or (op.kind == "RC" and (b + 1, s) in schedule.remade_inputs):
+        if op.kind == "C" or (op.kind == "RC" and (b + 1, s) in schedule.recomputed_inputs):
             yield Op("all_gather", b, s, op.kind)
     yield from ending
 

@@ -76,8 +76,8 @@ def _holds(read: Read, b: int, s: int, schedule: Schedule) -> bool:
     when = read.when
     if when == "listed":
         return (read.kind, b + read.block, s) in schedule.recomputed
-    if when == "remade":
-        return (b, s) in schedule.remade_inputs
+    if when == "recomputed":
+        return (b, s) in schedule.recomputed_inputs
     if when == "copied":
         return schedule.copies
     if when == "dispatched":

@@ -1,4 +1,4 @@
-"""Layers traced in the form in which they run, and with a bound on their calls: a trace unrolls loops."""
+"""Patches for tracing transformers layers: no export-only code paths, and a limit on calls."""
 
 from __future__ import annotations
 

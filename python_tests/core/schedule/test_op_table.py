@@ -132,7 +132,7 @@ def run_blocks(schedule):  # noqa: C901
             held["part" if gathered else "h", b if gathered else b + 1, s] = held["C", b, s] = 1
         elif kind == "R":
             read(held, "F", b, s)
-            if (b, s) in schedule.remade_inputs and gathered:
+            if (b, s) in schedule.recomputed_inputs and gathered:
                 read(held, "h again", b, s)
             held["graph", b, s] = held["y again", b, s] = 1
         elif kind == "RC":
