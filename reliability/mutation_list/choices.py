@@ -37,8 +37,8 @@ CHOICES = (
     ),
     Mutation(
         "autotune_asks_for_each_shape_of_replicas_with_experts",
-        "oases/core/blocks/tunings.py",
-        "= () if together else",
+        "oases/core/blocks/chooser.py",
+        "= () if wider else",
         "= () if False else",
         ("autotp/test_measured_schedules.py",),
         "Replicas that share experts ask one another for the choice for a shape that only some of them have.",
@@ -50,14 +50,6 @@ CHOICES = (
         "totals.blocked_seconds",
         ("test_reporting.py",),
         "A host that begins a wait late seems to have hidden communication.",
-    ),
-    Mutation(
-        "autotune_goes_on_after_a_failure",
-        "oases/core/blocks/stack.py",
-        "            self._tunings.begin_again()\n",
-        "            pass\n",
-        ("core/execution/test_autotune.py",),
-        "Ranks that counted different calls before a failure go on with different candidates.",
     ),
     Mutation(
         "choices_of_replicas_are_forgotten",
