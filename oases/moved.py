@@ -10,7 +10,7 @@ from typing import Any
 
 _SCHEDULE = "exchange experts ops pipeline schedule sequence tensor text validate"
 _EXECUTION = "agreement call clock compiled executor failure group piece weight_gradient"
-_BLOCKS = "attention batch checks dropout exchanges fused_norm program randomness sharding stack tunings"
+_BLOCKS = "attention batch checks dropout exchanges fused_norm program randomness sharding stack"
 _DISTRIBUTED = (
     "collectives expert_groups fsdp gradient_averaging gradient_clipping gradient_hook guards mesh message_layout "
     "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
@@ -42,9 +42,9 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
         | _kept("oases.distributed", _DISTRIBUTED)
         | {
             "autotune": "oases.core.execution.autotune",
-            "between": "oases.core.blocks.replicated",
-            "blocks": "oases.core.blocks.work",
-            "call": "oases.core.blocks.stack_call",
+            **dict.fromkeys(("between", "blocks"), "oases.core.blocks.work"),
+            "call": "oases.core.blocks.call",
+            "tunings": "oases.core.blocks.chooser",
         },
     ),
     "oases.reporting": ("oases.core.reporting", {}),

@@ -25,9 +25,9 @@ from oases.autotp.splitter import ABSENT
 from oases.autotp.standalone import StandaloneForward
 from oases.core.blocks.attention import is_causal_mask
 from oases.core.blocks.batch import BlockInputs
+from oases.core.blocks.chooser import asked_for
 from oases.core.blocks.randomness import hash_of
 from oases.core.blocks.stack import OverlappedStack
-from oases.core.blocks.tunings import asked_for
 from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Schedule
@@ -306,7 +306,7 @@ class Runner:
                     "with which all layers run; change a copy of it (step = step + 1), or give parallelize() "
                     "schedule='layers', which hides communication inside each layer alone"
                 )
-        by_tokens = self.stack.may_cut_tokens(x) and all(call.program.sub_batches_of_tokens for call in calls)
+        by_tokens = self.stack.chooser.may_cut_tokens(x) and all(call.program.sub_batches_of_tokens for call in calls)
         of_layer = [self._inputs(layer, call, by_tokens) for layer, call in zip(self.layers, calls, strict=True)]
         causal: dict[int, bool] = {}
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):

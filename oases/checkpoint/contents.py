@@ -159,12 +159,12 @@ def _stacks(model: nn.Module) -> Iterator[OverlappedStack]:
 
 
 def choices_of(model: nn.Module, group: ProcessGroup | None) -> dict[str, str]:
-    """Collect the choices of "auto" in the stacks of all ranks of a group, see `OverlappedStack.choices`.
+    """Collect the choices of "auto" in the stacks of all ranks of a group, see `Chooser.choices`.
 
     The first rank's go by configuration; others' that differ, such as a replica's, by "RANK/STACK/CONFIGURATION".
     """
     found: dict[str, str] = {}
-    for rank, stacks in enumerate(all_gather_objects([stack.choices for stack in _stacks(model)], group)):
+    for rank, stacks in enumerate(all_gather_objects([stack.chooser.choices for stack in _stacks(model)], group)):
         for number, choices in enumerate(stacks):
             for key, label in choices.items():
                 if found.setdefault(key, label) != label:
@@ -178,7 +178,7 @@ def set_choices(model: nn.Module, choices: Mapping[str, str], group: ProcessGrou
     for number, stack in enumerate(_stacks(model)):
         mine = f"{group_rank(group)}/{number}/"
         own = {key.removeprefix(mine): label for key, label in choices.items() if key.startswith(mine)}
-        stack.choices = common | own
+        stack.chooser.choices = common | own
 
 
 def set_streams(model: nn.Module, streams: Mapping[str, Sequence[Any]]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from oases.core.blocks.exchanges import ExchangeWork
-from oases.core.blocks.gathering import BlockUnit, UnitGatherer
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.executor import Context, Program, Step
 from oases.core.execution.failure import FailureMonitor
+from oases.core.execution.gathering import BlockUnit
 from oases.core.execution.piece import BlockParameters, Leaves, RandomStates
 from oases.core.schedule import Op
 from oases.moe.dispatch import RoutingError
@@ -156,7 +156,7 @@ def _arrives_later(step: Step) -> None:
 
 
 class ExpertCall(ScheduledCall):
-    """Call of an ExpertStack; used by `apply_call` and by a pipeline."""
+    """Call of an ExpertStack; used by its autograd nodes and by a pipeline."""
 
     RECOMPUTE = frozenset(_AGAIN)
 
@@ -166,10 +166,9 @@ class ExpertCall(ScheduledCall):
     ) -> None:  # fmt: skip
         super().__init__(
             "ExpertStack", program, work, parameters, monitor=monitor, context=context,
-            gathering=UnitGatherer(units) if units else None, differentiable=differentiable,
-            unanimous=(RoutingError,),
+            units=units, differentiable=differentiable, unanimous=(RoutingError,),
         )  # fmt: skip
-        self._blocks, self._units = work, units
+        self._blocks = work
 
     def entry_tensors(self) -> list[Tensor]:
         """Nothing: every parameter belongs to a block."""

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.checks import BlockList, BypassedHooks
-from oases.core.blocks.gathering import BlockUnit
-from oases.core.blocks.stack_call import leaves_of
-from oases.core.execution.call import apply_call
 from oases.core.execution.executor import Context
 from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.gathering import BlockUnit, leaves_of
 from oases.core.execution.group import ProcessGroup, refuse_capture
 from oases.core.schedule import Schedule, generate_experts, validate
 from oases.errors import UsageError
@@ -146,7 +144,6 @@ class ExpertStack(FailsTogether, nn.Module):
         group = self.process_group
         monitor = begin_call(group, self.label, x, training=self.training)
         differentiable = torch.is_grad_enabled()
-        context = Context() if context is None else context
         blocks = self._compiled or list(self.blocks)
         if self._known is None or not (self._units or all(each.current for each in self._known)):
             self._known = [ExpertParameters(block) for block in self.blocks]
@@ -168,10 +165,7 @@ class ExpertStack(FailsTogether, nn.Module):
                 exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
             )
         call = ExpertCall(
-            self._program, work, self._known, self._units, monitor=monitor, context=context,
+            self._program, work, self._known, self._units, monitor=monitor, context=context or Context(),
             differentiable=differentiable,
         )  # fmt: skip
-        if not differentiable:
-            return call.forward()
-        context.handles.add(call)
-        return apply_call(call, x)
+        return call.apply(x)

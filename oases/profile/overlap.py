@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.core.blocks.tunings import Tuning, candidates, labelled, waves_of
+from oases.core.blocks.chooser import Tuning, candidates, joint_blocks, labelled, waves_of
 from oases.core.execution.autotune import Turn
 from oases.core.execution.clock import synchronize
 from oases.core.execution.communication import NullScheduler, Scheduler
@@ -124,7 +124,7 @@ class OverlapBench:
         """Let "auto" choose anew: over another link another schedule may be the fastest."""
         if "auto" not in self.config.names:
             return
-        recompute, joint = cast(Recompute, self.config.recompute), self.stack.joint_blocks
+        recompute, joint = cast(Recompute, self.config.recompute), joint_blocks([*self.stack.blocks])
         blocks, layer_of = len(self.stack.blocks), self.stack.layer_of
         among = candidates(blocks, self.config.batch, "auto", "auto", recompute, joint, layer_of)
         # A choice kept from an earlier run would not be a measurement of this one.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oases.core.blocks.tunings import label
+from oases.core.blocks.chooser import label
 from oases.core.schedule import Schedule
 from oases.profile.config import OverlapConfig
 from oases.profile.memory import StepMemory, formula_units

@@ -58,7 +58,7 @@ def balanced(path):
             losses[1].backward()
             parallel.zero_grad()
             worst = max(worst, abs(float((losses[1] - losses[0]).detach() / losses[0].detach())))
-            (tuning,) = stack._tunings.values()
+            (tuning,) = stack.chooser.tunings.values()
             if not isinstance(tuning.note, OfReplica):
                 tuning.note = OfReplica(tuning, replica)
     return worst, {label: len(times) for label, times in tuning.times.items()}
@@ -74,7 +74,7 @@ def of_several_lengths(path, lengths):
             data = batch("mixtral", samples=4, length=length, seed=step)
             loss_of(model(**data), data).backward()
     (stack,) = (each.runner.stack for each in model.oases_partition.layers)
-    (tuning,) = stack._tunings.values()
+    (tuning,) = stack.chooser.tunings.values()
     return tuning.turns
 
 

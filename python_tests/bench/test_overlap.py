@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from oases import cli
-from oases.core.blocks.tunings import label
+from oases.core.blocks.chooser import label
 from oases.core.execution import autotune
 from oases.core.execution.group import ProcessGroup
 from oases.errors import UsageError

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from oases.core.blocks.gathering import UnitGatherer
 from oases.core.blocks.program import BlockProgram
+from oases.core.execution.gathering import UnitGatherer
 from oases.core.execution.group import scheduler_of
 from oases.core.schedule import generate, sequence_parallel
 from oases.distributed.mesh import Mesh

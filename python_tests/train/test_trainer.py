@@ -84,7 +84,7 @@ def train_and_save(data, path):
 
 
 def chosen(trainer):
-    return {**trainer.model.stack.segments[0].choices}
+    return {**trainer.model.stack.segments[0].chooser.choices}
 
 
 def auto_resumed(data, path):
@@ -93,14 +93,14 @@ def auto_resumed(data, path):
     with measuring(Path(path) / "none.json"):
         trainer = Trainer(config)
         trainer.step()
-        (tuning,) = trainer.model.stack.segments[0]._tunings.values()
+        (tuning,) = trainer.model.stack.segments[0].chooser.tunings.values()
         tuning.keep = False
         while "@" in next(iter(chosen(trainer).values())):
             trainer.step()
         trainer.save(path)
         resumed = Trainer(dataclasses.replace(config, resume=path))
         resumed.step()
-    (tuning,) = resumed.model.stack.segments[0]._tunings.values()
+    (tuning,) = resumed.model.stack.segments[0].chooser.tunings.values()
     return chosen(trainer), chosen(resumed), tuning.chosen, sum(map(len, tuning.times.values()))
 
 
@@ -118,10 +118,10 @@ def measured_losses(data, path, changes):
         trainer = Trainer(dataclasses.replace(CONFIG, data=data, batch=8, steps=12, **changes))
         result = trainer.train()
     stacks = trainer.model.stack.segments
-    tunings = [tuning for stack in stacks for tuning in (stack._tunings or {}).values()]
+    tunings = [tuning for stack in stacks for tuning in stack.chooser.tunings.values()]
     return (
         result["losses"],
-        [each.choices for each in stacks],
+        [each.chooser.choices for each in stacks],
         [sum(map(len, each.times.values())) for each in tunings],
     )
 
@@ -176,9 +176,9 @@ def choices_of_replicas(data, path):
     with measuring(Path(path) / "none.json"):
         trainer, resumed = Trainer(config), Trainer(config)
         (stack,), (other,) = trainer.model.stack.segments, resumed.model.stack.segments
-        stack.choices = {"same": "oases 2", "unlike": f"oases {2 * (1 + dist.get_rank() // 2)}"}
+        stack.chooser.choices = {"same": "oases 2", "unlike": f"oases {2 * (1 + dist.get_rank() // 2)}"}
         set_choices(resumed.model, trainer.checkpoint_metadata().choices, resumed.group)
-    return stack.choices, other.choices
+    return stack.chooser.choices, other.chooser.choices
 
 
 def test_a_resumed_replica_keeps_a_choice_of_its_own(four_ranks, corpus, tmp_path):

@@ -37,8 +37,8 @@ CHOICES = (
     ),
     Mutation(
         "autotune_asks_for_each_shape_of_replicas_with_experts",
-        "oases/core/blocks/tunings.py",
-        "= () if together else",
+        "oases/core/blocks/chooser.py",
+        "= () if wider else",
         "= () if False else",
         ("autotp/test_measured_schedules.py",),
         "Replicas that share experts ask one another for the choice for a shape that only some of them have.",

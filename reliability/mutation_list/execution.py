@@ -60,7 +60,7 @@ EXECUTION = (
     ),
     Mutation(
         "residual_counted_twice",
-        "oases/core/blocks/replicated.py",
+        "oases/core/blocks/work.py",
         "g, residual = g.add_(residual), None",
         "g, residual = g.add_(residual, alpha=2), None",
         (STACK,),
@@ -76,7 +76,7 @@ EXECUTION = (
     ),
     Mutation(
         "replicated_gradient_halved",
-        "oases/core/blocks/stack_call.py",
+        "oases/core/blocks/call.py",
         "        return share + whole\n",
         "        return share + whole / 2\n",
         (
@@ -88,7 +88,7 @@ EXECUTION = (
     ),
     Mutation(
         "replicated_gradients_not_summed",
-        "oases/core/blocks/stack_call.py",
+        "oases/core/blocks/call.py",
         "            if held and not (isinstance(",
         "            if not held and not (isinstance(",
         ("core/blocks/test_stack.py::test_gradients_equal_the_unsplit_model",),
@@ -222,7 +222,7 @@ EXECUTION = (
     ),
     Mutation(
         "pending_gather_of_next_unit_dropped",
-        "oases/core/blocks/gathering.py",
+        "oases/core/execution/gathering.py",
         "                self._units[following].gather_ahead()\n",
         "                pass\n",
         ("distributed/test_fsdp.py",),
@@ -230,7 +230,7 @@ EXECUTION = (
     ),
     Mutation(
         "fsdp_gathers_wrong_unit_ahead",
-        "oases/core/blocks/gathering.py",
+        "oases/core/execution/gathering.py",
         "            for following in self._order[:1]:\n",
         "            for following in self._order[-1:]:\n",
         ("distributed/test_fsdp.py",),

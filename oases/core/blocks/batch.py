@@ -7,7 +7,7 @@ read gets one gradient: the sum over blocks and sub-batches, and over the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from oases.core.blocks.randomness import Extent
 from oases.core.execution.communication import Scheduler
 from oases.core.execution.piece import Leaves
-from oases.core.schedule import LayerOf, Schedule, along_sequence, generate, recomputed_layers
+from oases.core.schedule import Schedule
 
 _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
 
@@ -43,30 +43,18 @@ def refuse_mixing(blocks: nn.ModuleList) -> None:
             )
 
 
-@dataclass(frozen=True)
-class SequenceShard:
-    """This rank's part of the sequence under sequence parallelism: number `rank` of `size`."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of [batch, tokens, ...], a view."""
-        return whole if self.size == 1 else whole.chunk(self.size, dim=1)[self.rank]
-
-
 class SubBatches:
     """Sub-batches of an input of `shape`, [batch, tokens, ...], under `schedule`: samples, or tokens.
 
-    tokens: this rank's part of the sequence between blocks. Where the length does not divide, the first sub-batches
-    are longer by one.
+    rank, ranks: this rank's part of the sequence between blocks is number `rank` of `ranks` under sequence
+    parallelism. Where the length does not divide, the first sub-batches are longer by one.
     """
 
-    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: SequenceShard) -> None:
+    def __init__(self, shape: Sequence[int], schedule: Schedule, rank: int = 0, ranks: int = 1) -> None:
         self._shape = tuple(shape)
         self._dim = 0 if schedule.along == "batch" else 1
         self.along = schedule.along
-        self.tokens = tokens
+        self._rank, self.ranks = (rank, ranks) if schedule.sequence_parallel else (0, 1)
         self.number = schedule.num_sub_batches
         short, longer = divmod(self._shape[self._dim], self.number)
         self.sizes = [short + (s < longer) for s in range(self.number)]
@@ -79,6 +67,10 @@ class SubBatches:
     def join(self, parts: Sequence[Tensor], dim: int | None = None) -> Tensor:
         """Inverse of `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), self._dim if dim is None else dim)
+
+    def tokens(self, whole: Tensor) -> Tensor:
+        """This rank's part of [batch, tokens, ...] between blocks, a view."""
+        return whole if self.ranks == 1 else whole.chunk(self.ranks, dim=1)[self._rank]
 
     def whole_extent(self, s: int = 0) -> Extent:
         """Extent of the whole batch, for ops of blocks that need all tokens at once."""
@@ -93,48 +85,10 @@ class SubBatches:
 
     def extent_between(self, s: int) -> Extent:
         """Extent of this rank's tensors of sub-batch `s` between blocks."""
-        rank, size = self.tokens.rank, self.tokens.size
-        if size == 1:
+        if self.ranks == 1:
             return self.extent(s)
-        return replace(self.extent(s), first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
-
-
-class SmallBatches:
-    """Schedules in place of a stack's own where a batch has fewer samples than sub-batches, made once each.
-
-    They recompute the same.
-
-    lay_out: makes a schedule that the stack can run.
-    """
-
-    def __init__(self, num_blocks: int, layer_of: LayerOf, lay_out: Callable[[Schedule], Schedule]) -> None:
-        self._num_blocks, self._layer_of, self._lay_out = num_blocks, layer_of, lay_out
-        # By the id of the schedule, which the stack holds.
-        self._by_tokens: dict[tuple[int, frozenset[int]], Schedule] = {}
-        self._whole: dict[int, Schedule] = {}
-
-    def by_tokens(self, schedule: Schedule, joint: frozenset[int]) -> Schedule:
-        """Sub-batches of tokens. joint: blocks that need all tokens at once."""
-        if (id(schedule), joint) not in self._by_tokens:
-            again, parts = self._recomputed(schedule), schedule.num_sub_batches
-            self._by_tokens[id(schedule), joint] = along_sequence(
-                self._num_blocks, parts, joint, again, self._layer_of
-            )
-        return self._by_tokens[id(schedule), joint]
-
-    def whole(self, schedule: Schedule) -> Schedule:
-        """The unsplit batch."""
-        if id(schedule) not in self._whole:
-            again = self._recomputed(schedule)
-            self._whole[id(schedule)] = self._lay_out(generate("sync", self._num_blocks, 1, again, self._layer_of))
-        return self._whole[id(schedule)]
-
-    def is_whole(self, schedule: Schedule) -> bool:
-        """Whether a schedule is such a replacement by the unsplit batch."""
-        return any(schedule is each for each in self._whole.values())
-
-    def _recomputed(self, schedule: Schedule) -> int:
-        return recomputed_layers(schedule.recomputed_blocks, self._num_blocks, self._layer_of)
+        first = self._rank * (self._shape[1] // self.ranks)
+        return replace(self.extent(s), first_token=first, of_tokens=self._shape[1])
 
 
 @dataclass(frozen=True)
@@ -191,7 +145,8 @@ class CallInputs:
     def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
         self.tensors = differentiable(given) if with_gradients and given else []
         """Tensors that get gradients, in the order of `gradients`."""
-        self._cut = cut
+        self.cut = cut
+        """The sub-batches."""
         self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch; of tokens, last the whole
         self.lowest_reader: int | None = None
@@ -206,7 +161,7 @@ class CallInputs:
             self._cut_up(given)
 
     def _cut_up(self, given: Sequence[BlockInputs]) -> None:
-        of_tokens = self._cut.along == "sequence"
+        of_tokens = self.cut.along == "sequence"
         parts: dict[tuple[int, int | None], list[Any]] = {}
         stood_for: list[Tensor] = []
         for block, each in enumerate(given):
@@ -221,7 +176,7 @@ class CallInputs:
             self.leaves = [Leaves(stood_for)]
             stand_ins = dict(zip(map(id, stood_for), self.leaves[0].stand_ins, strict=True))
             parts = {key: [stand_ins.get(id(part), part) for part in found] for key, found in parts.items()}
-        nothing: list[tuple[Any, ...]] = [()] * self._cut.number
+        nothing: list[tuple[Any, ...]] = [()] * self.cut.number
         known: dict[int, list[tuple[Any, ...]]] = {}  # blocks of a layer usually share one object
         for each in given:
             if id(each) not in known:
@@ -232,12 +187,12 @@ class CallInputs:
 
     def _dims(self, each: BlockInputs) -> Sequence[int | None]:
         """Dimension along which each value is cut."""
-        if self._cut.along == "sequence":
+        if self.cut.along == "sequence":
             return each.tokens or (None,) * len(each.values)
         return [0 if cut else None for cut in each.per_sample]
 
     def _require_length(self, value: Any, dim: int | None, index: int, block: int) -> None:
-        length, of_tokens = sum(self._cut.sizes), self._cut.along == "sequence"
+        length, of_tokens = sum(self.cut.sizes), self.cut.along == "sequence"
         if dim is None or (isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == length):
             return
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
@@ -291,10 +246,10 @@ class CallInputs:
         if isinstance(value, Tensor):
             value = value.detach()  # keep the caller's graph out
         if dim is None:
-            parts = [value] * self._cut.number
+            parts = [value] * self.cut.number
             own = [] if number is None else [value.requires_grad_()]
         else:
-            parts = list(self._cut.split(value, dim))
+            parts = list(self.cut.split(value, dim))
             if number is not None:
                 parts = [part.detach().requires_grad_() for part in parts]
             own = [] if number is None else parts
@@ -309,11 +264,11 @@ class CallInputs:
         for number, tensor in enumerate(self.tensors):
             total = by_name.get((number, None, 0))
             for dim in dict.fromkeys(dim for of, dim, _ in self._names if of == number and dim is not None):
-                parts = [by_name[number, dim, s] for s in range(self._cut.number)]
+                parts = [by_name[number, dim, s] for s in range(self.cut.number)]
                 if any(part is not None for part in parts):
-                    places = zip(parts, self._cut.split(tensor.detach(), dim), strict=True)
+                    places = zip(parts, self.cut.split(tensor.detach(), dim), strict=True)
                     rows = [torch.zeros_like(place) if part is None else part for part, place in places]
-                    total = _sum(total, self._cut.join(rows, dim))
+                    total = _sum(total, self.cut.join(rows, dim))
             found.append(total)
         return found
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from oases.core.blocks.batch import BlockInputs, tensors_in
 from oases.core.execution.agreement import Form, Samples, is_sampled, samples_of
+from oases.core.execution.call import refuse_recomputation
 from oases.core.execution.communication import WireType
-from oases.core.execution.group import ProcessGroup, group_size
+from oases.core.execution.group import ProcessGroup, group_size, refuse_capture
 from oases.core.execution.piece import BlockParameters
 from oases.core.reporting import report
 from oases.core.schedule import Schedule
@@ -52,15 +53,14 @@ def require_options(small_batch: str, layer_of: Sequence[int] | None, name: str,
         raise ValueError(f"name must be of letters, digits, spaces and any of _.-, got {name!r}")
 
 
-def checked_inputs(inputs: Sequence[BlockInputs] | None, num_blocks: int) -> Sequence[BlockInputs]:
-    """The inputs of so many blocks; () where no block reads any. ValueError for another number of them."""
-    if inputs is not None and len(inputs) != num_blocks:
-        raise ValueError(f"{len(inputs)} BlockInputs were given to {num_blocks} blocks; give one for each")
-    return inputs if inputs is not None and any(each.values for each in inputs) else ()
+def checked_inputs(
+    x: Any, inputs: Sequence[BlockInputs] | None, num_blocks: int, label: str
+) -> Sequence[BlockInputs]:
+    """Inputs of a call of a stack on `x` besides it, one for each block; () where no block reads any.
 
-
-def require_activation(x: Any) -> None:
-    """Raise TypeError or ValueError unless `x` is a tensor [batch, ...] of floating-point numbers."""
+    TypeError or ValueError unless `x` is a tensor [batch, ...] of floating-point numbers, and for another number of
+    inputs than of blocks. RuntimeError in a CUDA graph's capture and in a recomputation.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"an OverlappedStack was called with {x!r:.80}; give a tensor [batch, ...]")
     if x.dim() == 0 or not x.is_floating_point():
@@ -68,40 +68,11 @@ def require_activation(x: Any) -> None:
             f"an OverlappedStack was called with a tensor of shape {list(x.shape)} and type {x.dtype}; give an "
             "activation [batch, ...] of a floating-point type, such as an embedding of tokens"
         )
-
-
-def require_sequence(
-    x: Tensor, schedule: Schedule, tensor_parallel: int, inputs: Sequence[BlockInputs], joint: frozenset[int]
-) -> None:
-    """Raise ValueError where `schedule` cuts the sequence, dimension 1, and `x` or further inputs cannot be cut.
-
-    joint: blocks that need all tokens at once, which are checked where blocks have inputs.
-    """
-    if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % tensor_parallel):
-        raise ValueError(
-            f"an input of shape {tuple(x.shape)} cannot be cut along dimension 1, the sequence, over "
-            f"{tensor_parallel} ranks; pad it to a multiple, or leave out sequence_parallel"
-        )
-    if schedule.along == "sequence":
-        parts = schedule.num_sub_batches
-        if x.dim() < 3 or x.shape[1] < parts:
-            raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
-        if inputs and not (all(map(says_tokens, inputs)) and joint <= schedule.joint):
-            raise ValueError(
-                f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be split, or "
-                f"blocks that need all tokens ({sorted(joint)}); use a schedule that splits the batch"
-            )
-
-
-def needs_all_tokens(block: nn.Module) -> bool:
-    """Whether a block's `partial` must get all tokens at once; in a compiled one, attention must."""
-    causal = getattr(block, "causal", False) and not hasattr(block, "_orig_mod")
-    return not (causal or getattr(block, "token_wise", False))
-
-
-def says_tokens(inputs: BlockInputs) -> bool:
-    """Whether a block's inputs say how sub-batches of tokens read them."""
-    return inputs.tokens is not None or not inputs.values
+    refuse_capture(x)
+    refuse_recomputation(label)
+    if inputs is not None and len(inputs) != num_blocks:
+        raise ValueError(f"{len(inputs)} BlockInputs were given to {num_blocks} blocks; give one for each")
+    return inputs if inputs is not None and any(each.values for each in inputs) else ()
 
 
 def require_overlap(

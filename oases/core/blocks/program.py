@@ -9,21 +9,11 @@ from torch import nn
 from oases.core.blocks.fused_norm import joined_norms
 from oases.core.blocks.randomness import hash_of
 from oases.core.execution.executor import Place, Program
-from oases.core.schedule import Op, Schedule, exchanging, format_schedule, sequence_parallel
+from oases.core.schedule import Op, Schedule, format_schedule
 
 _OF_NEXT = ("C", "RC", "B", "BC")
 """Ops that run the next block's norm, or its backward pass, where that block is halved."""
 _READERS = ("F", "R", "D", "E", "BF", "BE", *_OF_NEXT)
-
-
-def laid_out(schedule: Schedule, blocks: Sequence[nn.Module], *, along: bool) -> Schedule:
-    """The schedule as these blocks run it. along: sequence parallelism.
-
-    A block with a true attribute `sends_tokens` runs in three pieces (`oases.core.schedule.exchange`).
-    """
-    if along:
-        return sequence_parallel(schedule)
-    return exchanging(schedule, [b for b, block in enumerate(blocks) if getattr(block, "sends_tokens", False)])
 
 
 class BlockProgram(Program):

@@ -4,59 +4,41 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.batch import (
-    BlockInputs,
-    CallInputs,
-    SequenceShard,
-    SmallBatches,
-    SubBatches,
-    differentiable,
-    refuse_mixing,
-)
+from oases.core.blocks.batch import BlockInputs, CallInputs, SubBatches, differentiable, refuse_mixing
+from oases.core.blocks.call import StackCall, StackParameters, agree_on_seed, apart
 from oases.core.blocks.checks import (
     BlockList,
     BypassedHooks,
     checked_inputs,
     compared,
     form_of,
-    needs_all_tokens,
-    require_activation,
     require_blocks,
     require_options,
     require_overlap,
-    require_sequence,
     require_sub_batches,
-    says_tokens,
 )
+from oases.core.blocks.chooser import Choice, Chooser, SubBatchCount
 from oases.core.blocks.dropout import adopt_dropouts
-from oases.core.blocks.gathering import BlockUnit
-from oases.core.blocks.program import BlockProgram, laid_out
+from oases.core.blocks.program import BlockProgram
 from oases.core.blocks.randomness import MethodName, Randomness
-from oases.core.blocks.stack_call import CallOptions, StackCall, StackParameters, agree_on_seed, apart, leaves_of
-from oases.core.blocks.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
-from oases.core.blocks.work import BlockWork
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.autotune import Turn
-from oases.core.execution.call import apply_call, refuse_recomputation
 from oases.core.execution.communication import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.core.execution.executor import WHOLE_BATCH, Context
 from oases.core.execution.failure import FailsTogether, begin_call, monitor_of
-from oases.core.execution.group import ProcessGroup, group_of, refuse_capture, resolve
+from oases.core.execution.gathering import BlockUnit
+from oases.core.execution.group import ProcessGroup, resolve
 from oases.core.execution.piece import outside_of_dynamo
-from oases.core.schedule import Recompute, Schedule, generate, validate
+from oases.core.schedule import AUTO, Recompute, Schedule
 from oases.extension import OverlapScheduler
 
 _numbers = itertools.count()
-
-
-def _nothing() -> None:
-    """Empty weak reference."""
 
 
 class OverlappedStack(FailsTogether, nn.Module):
@@ -125,12 +107,11 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.first_block, self._replica = first_block, replica
         self._units: list[BlockUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
-        self._tunings: Tunings | None = None
         self.seed: int | None = None  # of the random streams; rank 0's initial seed from the first forward pass on
         self._agreed = False  # whether the ranks have agreed on seed and calls
         self.calls = 0
         """Number of forward passes, which selects the random streams."""
-        self.run_as(schedule, sub_batches, recompute)
+        self.chooser = self._chooser(schedule, sub_batches, recompute)
 
     def _adopt_blocks(self) -> None:
         """Check the blocks and prepare them; drop what is known of earlier ones."""
@@ -159,11 +140,7 @@ class OverlappedStack(FailsTogether, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
-        caches: dict[str, Any] = {
-            "_block_parameters": [], "_hooks": [], "_programs": {}, "_agreed": False,
-            "_small": None, "_tunings": None if self._tunings is None else self._tunings.copied(),
-        }  # fmt: skip
-        return {**self.__dict__, **caches}
+        return {**self.__dict__, "_block_parameters": [], "_hooks": [], "_programs": {}, "_agreed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state with a new number: rows of a report are of one stack."""
@@ -173,31 +150,21 @@ class OverlappedStack(FailsTogether, nn.Module):
         self, schedule: str | Schedule, sub_batches: SubBatchCount | None = None, recompute: Recompute = "none"
     ) -> None:
         """Change the schedule of later calls."""
-        resumed, self._tunings = self.choices, None
-        self._programs = {}
-        self._small: SmallBatches | None = None
-        if isinstance(schedule, Schedule):
-            validate(schedule, "block")
-            if schedule.num_blocks != len(self.blocks):
-                have = f"the stack has {len(self.blocks)}"
-                raise ValueError(f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, {have}")
-            asked: Asked = (str(schedule), schedule.num_sub_batches, recompute)
-            only: Schedule | None = schedule
-        else:
-            asked, only = asked_for(schedule, sub_batches, recompute), None
-            if AUTO not in asked[:2]:
-                only = generate(asked[0], len(self.blocks), int(asked[1]), recompute, self.layer_of)
-        self._only = only
-        place, may_be_off = (self.name, self.first_block), not self.require_overlap
-        tunings = Tunings(
-            asked, len(self.blocks), self.layer_of, place, may_be_off=may_be_off, lossy=self._lossy, only=only
-        )
-        if only is None or self._lossy:
-            self._tunings, tunings.resumed = tunings, resumed
-        self.schedule = self._laid_out(tunings.candidates(2)[-1])
+        choices, self._programs = self.chooser.choices, {}
+        self.chooser = self._chooser(schedule, sub_batches, recompute)
+        self.chooser.choices = choices
 
-    def _laid_out(self, schedule: Schedule) -> Schedule:
-        return laid_out(schedule, [*self.blocks], along=self.sequence_parallel and self.tensor_parallel > 1)
+    def _chooser(self, schedule: str | Schedule, sub_batches: SubBatchCount | None, recompute: Recompute) -> Chooser:
+        return Chooser(
+            [*self.blocks], schedule, sub_batches, recompute, layer_of=self.layer_of,
+            place=(self.name, self.first_block), may_be_off=not self.require_overlap, lossy=self._lossy,
+            small_batch=self.small_batch, sequence_parallel=self.sequence_parallel, ranks=self.tensor_parallel,
+        )  # fmt: skip
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the last call, or of the first one, as if its batch were large enough."""
+        return self.chooser.schedule
 
     @outside_of_dynamo
     def forward(
@@ -209,100 +176,11 @@ class OverlappedStack(FailsTogether, nn.Module):
         get gradients: partial sums over the ranks from `partial`, complete ones from `combine`. context: spans to
         record, a pipeline's handles. ValueError where they do not fit the blocks, the batch or the sequence.
         """
-        require_activation(x)
-        refuse_capture(x)
-        refuse_recomputation(self.label)
-        given = checked_inputs(inputs, len(self.blocks))
+        given = checked_inputs(x, inputs, len(self.blocks), self.label)
+        blocks = self._current_blocks()
+        chosen = self._choose(x, given, blocks)
         scheduler: Scheduler = OverlapScheduler.of(self._group_name) if self.tensor_parallel > 1 else NullScheduler()
-        tuning = self._tuning(x, given, scheduler) if self._tunings is not None else None
-        turn = None
-        if tuning is not None and tuning.choice is None and self._with_gradients(x, given):
-            turn = tuning.begin_turn()
-        if tuning is not None:
-            self.schedule, wire = tuning.settled if turn is None else tuning.candidates[turn.label]
-            self.wire_dtype = wire if self._lossy else self.wire_dtype
-        if self.require_overlap and (tuning is None or tuning.choice is not None):
-            asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
-            small = asked if self._replacements.is_whole(run) else 0
-            require_overlap(run, self.process_group, self.label, self.calls, small, tuning is not None)
-        return self.run(x, scheduler, turn, given, context)
-
-    def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs], scheduler: Scheduler) -> Tuning:
-        assert self._tunings is not None
-        joint = self.joint_blocks if self._can_cut_tokens(x, 4, inputs) else None
-
-        def agree() -> None:
-            if isinstance(scheduler, OverlapScheduler):
-                form = ("shape of the input", x.shape, "type of the input", x.dtype)  # as `form_of` begins
-                begin_call(self.process_group, self.label, form)
-
-        group = group_of(self.tuned_over if self.tensor_parallel > 1 else "") or self.process_group
-        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree, bool(self.tuned_over))
-
-    def _with_gradients(self, x: Tensor, inputs: Sequence[BlockInputs]) -> bool:
-        return torch.is_grad_enabled() and (
-            x.requires_grad
-            or any(each.trained for each in self._parameters_of(self._current_blocks()))
-            or bool(differentiable(inputs))
-        )
-
-    @property
-    def choices(self) -> dict[str, str]:
-        """Choices of "auto" by configuration of blocks and input; set by a run that resumes another."""
-        return {} if self._tunings is None else self._tunings.choices
-
-    @choices.setter
-    def choices(self, found: Mapping[str, str]) -> None:
-        if self._tunings is not None:
-            self._tunings.resumed = dict(found)
-
-    def compile_blocks(self, **options: Any) -> None:
-        """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
-        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
-        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
-
-    @property
-    def joint_blocks(self) -> frozenset[int]:
-        """Blocks that need all tokens at once."""
-        return frozenset(b for b, block in enumerate(self._compiled or self.blocks) if needs_all_tokens(block))
-
-    def may_cut_tokens(self, x: Tensor) -> bool:
-        """Whether a call may have sub-batches of tokens if all blocks' inputs say how they are cut."""
-        if self._only is not None and self._only.along == "sequence":
-            return True
-        parts = 2 if self._only is None else self._only.num_sub_batches
-        return x.shape[0] < parts and not self.sequence_parallel and x.dim() > 2
-
-    def _can_cut_tokens(self, x: Tensor, parts: int, inputs: Sequence[BlockInputs]) -> bool:
-        some = len(self.joint_blocks) < len(self.blocks) and all(map(says_tokens, inputs))
-        return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
-
-    @property
-    def _replacements(self) -> SmallBatches:
-        if self._small is None:
-            self._small = SmallBatches(len(self.blocks), self.layer_of, self._laid_out)
-        return self._small
-
-    def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
-        """The schedule, or its replacement for a batch too small to split.
-
-        That is the same along the sequence, or with small_batch="whole" the unsplit batch. Raises ValueError where
-        `x` and `inputs` cannot be split.
-        """
-        schedule, parts = self.schedule, self.schedule.num_sub_batches
-        require_sequence(x, schedule, self.tensor_parallel, inputs, self.joint_blocks)
-        if schedule.along == "sequence" or x.shape[0] >= parts:
-            return schedule
-        if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
-            if self.small_batch == "whole" and x.shape[0] > 0:
-                return self._replacements.whole(schedule)
-            raise ValueError(
-                f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
-                "sub_batches, small_batch='whole' to run it unsplit, or with schedule='oases' token_wise = True in "
-                "blocks that treat tokens independently, causal = True in those that call oases.causal_attention, "
-                "and tokens in blocks' inputs, to split the sequence"
-            )
-        return self._replacements.by_tokens(schedule, self.joint_blocks)
+        return self._call_of(blocks, chosen, x, given, scheduler, context).apply(x)
 
     def run(
         self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, inputs: Sequence[BlockInputs] = (),
@@ -312,25 +190,43 @@ class OverlappedStack(FailsTogether, nn.Module):
 
         turn: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
         """
-        schedule = self._schedule_for(x, inputs)
         blocks = self._current_blocks()
-        parameters = self._parameters_of(blocks)
-        with_gradients = self._with_gradients(x, inputs)
+        chosen = Choice(self.chooser.schedule_for(x, inputs, blocks), self.wire_dtype, turn)
+        return self._call_of(blocks, chosen, x, inputs, scheduler, context).apply(x)
+
+    def _choose(self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module]) -> Choice:
+        """Choose schedule and wire. OverlapError where overlap is required, and they have none."""
+        chooser = self.chooser
+        chosen = chooser.choose(
+            x, inputs, blocks, self.parameters, self.process_group, self.label, wider=self.tuned_over,
+            differentiable=chooser.measures and _has_gradients(x, inputs, self._parameters_of(blocks)),
+        )  # fmt: skip
+        if chooser.lossy:
+            self.wire_dtype = chosen.wire
+        if self.require_overlap and (chosen.measured or not chooser.measures):
+            small = self.schedule.num_sub_batches if chooser.is_whole(chosen.schedule) else 0
+            require_overlap(chosen.schedule, self.process_group, self.label, self.calls, small, chosen.measured)
+        return chosen._replace(wire=self.wire_dtype)
+
+    def _call_of(
+        self, blocks: Sequence[nn.Module], chosen: Choice, x: Tensor, inputs: Sequence[BlockInputs],
+        scheduler: Scheduler, context: Context | None,
+    ) -> StackCall:  # fmt: skip
+        """Make a call, on which all ranks agree."""
+        schedule, wire, turn, _ = chosen
+        rank, size, parameters = self._group_rank, self.tensor_parallel, self._parameters_of(blocks)
+        with_gradients = _has_gradients(x, inputs, parameters)
         program = self._program_of(schedule, blocks, x.device.type)
-        rank, size = self._group_rank, self.tensor_parallel
-        shard = SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
-        cut = SubBatches(x.shape, schedule, shard)
-        held = CallInputs(inputs, cut, with_gradients=with_gradients)
+        held = CallInputs(inputs, SubBatches(x.shape, schedule, rank, size), with_gradients=with_gradients)
         monitor = None
         if isinstance(scheduler, OverlapScheduler):
             group = self.process_group
             monitor = monitor_of(group)
             form = form_of(
-                x, inputs, parameters, schedule, program.order, self.wire_dtype, training=self.training,
-                gradients=with_gradients,
-            )  # fmt: skip
+                x, inputs, parameters, schedule, program.order, wire, training=self.training, gradients=with_gradients
+            )
             begin_call(group, self.label, form, compared(x, inputs, self.calls + 1))
-            if isinstance(self.wire_dtype, str):
+            if isinstance(wire, str):
                 add_wire(cast(ProcessGroup, group))
         if not self._agreed:
             seed, self.calls = agree_on_seed(self.process_group, self.calls)
@@ -338,22 +234,19 @@ class OverlappedStack(FailsTogether, nn.Module):
             self._agreed = True
         assert self.seed is not None
         self.calls += 1
-        leaves = leaves_of(parameters, self._units) if with_gradients else []
         randomness = Randomness(
             self.seed, self.calls, rank, x.device, self._draws[self.training], size=size,
             first_block=self.first_block, first_sample=self._replica * x.shape[0],
         )  # fmt: skip
-        context = Context() if context is None else context
-        work = BlockWork(
-            blocks, program, Wire(scheduler, size, self.wire_dtype), x, leaves, differentiable=with_gradients,
-            randomness=randomness, cut=cut, inputs=held,
+        return StackCall(
+            program, blocks, parameters, self._units, x, held, Wire(scheduler, size, wire), randomness,
+            turn=turn, monitor=monitor, context=context or Context(), differentiable=with_gradients,
         )  # fmt: skip
-        options = CallOptions(scheduler, monitor, context, turn, self._units)
-        call = StackCall(program, work, parameters, options, differentiable=with_gradients)
-        if not with_gradients:
-            return call.forward()
-        context.handles.add(call)
-        return apply_call(call, x)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
+        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
+        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
     def _current_blocks(self) -> Sequence[nn.Module]:
         """The blocks, or what torch.compile made of them. RuntimeError where their number has changed."""
@@ -380,6 +273,13 @@ class OverlappedStack(FailsTogether, nn.Module):
     def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module], device: str) -> BlockProgram:
         key = (id(schedule), device)
         if key not in self._programs:
-            label = self.label + WHOLE_BATCH * self._replacements.is_whole(schedule)
+            label = self.label + WHOLE_BATCH * self.chooser.is_whole(schedule)
             self._programs[key] = BlockProgram(schedule, blocks, label, self.layer_of, device)
         return self._programs[key]
+
+
+def _has_gradients(x: Tensor, inputs: Sequence[BlockInputs], parameters: Sequence[StackParameters]) -> bool:
+    """Whether there will be a backward pass of a call."""
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
+    )

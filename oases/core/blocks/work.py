@@ -6,6 +6,10 @@ pass runs in schedule order instead of autograd's. With recomputation, a block k
 Names: x = a block's input; h = the input of F: x itself, or with sequence parallelism the gathered x; y = F's partial
 sums and, after the wait, their sum; out = combine(x, y), the next block's x. In the backward pass g = gradient of h,
 a partial sum until its collective has completed, then the gradient of x through F.
+
+Between two blocks, on what all ranks hold, run `combine` after a block's sum, and of the next block `prepare`, the
+half of `partial` in front of a gather, and `prologue`, work that every rank does in full (an attention that cannot be
+sharded), whose result the block's other methods get in place of its input.
 """
 
 from __future__ import annotations
@@ -19,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.attention import KeyValuePrefix
-from oases.core.blocks.batch import CallInputs, SubBatches
+from oases.core.blocks.batch import CallInputs
 from oases.core.blocks.exchanges import Exchange, ExchangeWork
 from oases.core.blocks.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
 from oases.core.blocks.program import BlockProgram
 from oases.core.blocks.randomness import MethodName, Randomness
-from oases.core.blocks.replicated import BetweenBlocks
 from oases.core.execution.communication import PendingCollective, Wire
 from oases.core.execution.executor import Place, Step
 from oases.core.execution.piece import Leaves, Piece, method_of, own_memory, read_only, recorded, tensor_of
@@ -37,28 +40,31 @@ _OF_EXPERTS = ("D", "E", "BF", "BE")
 class BlockWork:
     """Tensors of one call between ops, and the implementation of each op.
 
-    cut: the sub-batches. inputs: inputs of the blocks besides `x`. leaves: the stand-ins of each block's parameters.
+    inputs: of the blocks besides `x`, and the sub-batches. leaves: the stand-ins of each block's parameters.
     """
 
     def __init__(
         self, blocks: Sequence[nn.Module], program: BlockProgram, wire: Wire, x: Tensor, leaves: list[Leaves], *,
-        differentiable: bool, randomness: Randomness, cut: SubBatches, inputs: CallInputs,
+        differentiable: bool, randomness: Randomness, inputs: CallInputs,
     ) -> None:  # fmt: skip
+        cut = inputs.cut
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
         self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
         self._keys = {b: KeyValuePrefix(b, cut.number) for b in range(len(blocks))
                       if cut.along == "sequence" and b not in self._joint}  # fmt: skip
-        self._whole = cut.tokens.size == 1
+        self._whole = cut.ranks == 1
         """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
         both = list(zip(blocks, program.halved, strict=True))
         self._blocks: Sequence[Any] = blocks
         self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
         self._traced = [block if hasattr(block, "_orig_mod") else None for block in blocks]
         """By block, the block where it is compiled."""
-        self._between = BetweenBlocks(
-            blocks, program, leaves, randomness, cut, inputs, differentiable=differentiable, whole=self._whole
-        )
+        self._methods: dict[tuple[str, int], Callable[..., Tensor]] = {}
+        for name, of in (
+            ("combine", [True] * len(blocks)), ("prepare", program.halved), ("prologue", program.prologues),
+        ):  # fmt: skip
+            self._methods |= {(name, b): method_of(block, name) for b, block in enumerate(blocks) if of[b]}
         self._joined = {
             b: JoinedNorm(below, above)
             for b, (below, above) in enumerate(itertools.pairwise(blocks))
@@ -78,6 +84,8 @@ class BlockWork:
         self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
         self._exchanges = ExchangeWork(leaves, inputs.leaves, differentiable=differentiable)
         # State of the backward pass.
+        self._pieces: dict[tuple[str, int, int], Piece] = {}  # of methods between blocks
+        self._before: dict[Place, Tensor] = {}  # inputs of prologues that are recomputed
         self._partial_pieces: dict[Place, Piece] = {}
         self._joined_pieces: dict[Place, JoinedPiece] = {}
         self.deferred: dict[Place, DeferredGradients] = {}
@@ -85,7 +93,7 @@ class BlockWork:
         """Whether the backward pass skips W, for `weights_of`."""
         self._left_out: list[Place] = []
         for s, part in enumerate(cut.split(x.detach())):
-            self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
+            self._h[0, s], self._x[0, s] = part, cut.tokens(part)
         randomness.begin()
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
@@ -118,7 +126,7 @@ class BlockWork:
     def begin_backward(self, grad: Tensor) -> None:
         """Set the gradient of the output."""
         for s, part in enumerate(self._cut.split(grad)):
-            self._g[self._last + 1, s] = self._cut.tokens.part(part)
+            self._g[self._last + 1, s] = self._cut.tokens(part)
 
     def input_gradient(self) -> Tensor:
         """Gradient of the input, after the last op."""
@@ -142,8 +150,8 @@ class BlockWork:
         """Release every tensor; the scheduler keeps those that backends still write to."""
         for held in (
             self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
-            self._residual, self._between, self._partial_pieces, self._joined_pieces, self.deferred, self.leaves,
-            self._exchanges,
+            self._residual, self._pieces, self._before, self._partial_pieces, self._joined_pieces, self.deferred,
+            self.leaves, self._exchanges,
         ):  # fmt: skip
             held.clear()
         self.inputs.forget()
@@ -208,7 +216,7 @@ class BlockWork:
         if deferred is not None:
             # R records the graph again; it must know whether y is the result of a matmul without other readers.
             deferred.end(y if again else None)
-            if again and place not in self._program.recomputed_inputs and not self._between.keeps_input(place):
+            if again and place not in self._program.recomputed_inputs and place not in self._before:
                 (self._h[place],) = given
         self._set_parts(self._y, place, y)
 
@@ -216,7 +224,10 @@ class BlockWork:
         place = step.place
         deferred, whole = self.deferred[place], place in self._program.summed_again
         method = self._partial[step.block]
-        h = self._between.entered_again(place) if self._between.keeps_input(place) else self._h.pop(place)
+        if place in self._before:
+            h = self._run_between("prologue", place, (self._before.pop(place),), again=True, graph=True)
+        else:
+            h = self._h.pop(place)
         y = self._run_partial(place, method, (h,), deferred, self.randomness.again, graph=True, skip_last=not whole)
         deferred.end()
         if whole:
@@ -302,17 +313,50 @@ class BlockWork:
             if graph:
                 self._joined_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
         else:
-            out = self._between.run("combine", place, (x, y), again=again, graph=graph)
+            out = self._run_between("combine", place, (x, y), again=again, graph=graph)
             if again and not recomputed:
                 return
             if block < self._last:
-                self._x[following], out = self._between.enter(following, out, again=again, graph=graph_above)
+                self._x[following], out = self._enter(following, out, again=again, graph=graph_above)
         if (step.key, block, s) in self._program.gathered:
             self._to_gather[step.key, block, s] = out
         elif block == self._last:
             self._outputs[s] = out
         else:
             self._h[following] = out
+
+    def _enter(self, place: Place, x: Tensor, *, again: bool, graph: bool) -> tuple[Tensor, Tensor]:
+        """A block's input -> what its `combine` and what its `partial`, or a gather in front of that, are given."""
+        if self._program.prologues[place[0]]:
+            if graph and not again and place in self._program.recomputed and self._whole:
+                self._before[place], graph = x, False  # of a part of a sequence the gathered result is kept
+            h = self._run_between("prologue", place, (x,), again=again, graph=graph)
+            return h, h
+        if self._program.halved[place[0]]:
+            return x, self._run_between("prepare", place, (x,), again=again, graph=graph)
+        return x, x
+
+    def _run_between(
+        self, name: MethodName, place: Place, given: tuple[Tensor, ...], *, again: bool, graph: bool
+    ) -> Tensor:
+        """Run a method between blocks on a sub-batch. again: in a recomputation."""
+        block, s = place
+        method, values = self._methods[name, block], self.inputs.values(block, s)
+
+        def call() -> Tensor:
+            if not graph:
+                return tensor_of(method, *given, *values)
+            out, self._pieces[name, block, s] = recorded(
+                method, given, values, [self.leaves[block], *self.inputs.leaves], whole=self._whole
+            )
+            return out
+
+        draw = self.randomness.again if again else self.randomness.run
+        repeated = place in self._program.recomputed or place in self._program.combined_again
+        with _NO_CHANGE if graph else torch.no_grad():
+            if self._differentiable and repeated:
+                return read_only(method, given, lambda: draw(name, block, s, self._cut.extent_between, call))
+            return draw(name, block, s, self._cut.extent_between, call)
 
     # --- backward ---
 
@@ -322,7 +366,7 @@ class BlockWork:
         if joined is not None:
             residual, grad_y = joined.backward([self._residual.pop(following), self._g.pop(following)])
         else:
-            residual, grad_y = self._between.combined(place, self._total_gradient(*following))
+            residual, grad_y = self._pieces.pop(("combine", *place)).backward([self._total_gradient(*following)])
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
@@ -374,4 +418,15 @@ class BlockWork:
     def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
         """Gradient of the block's input: the reduced one through the block, plus the residual."""
         place = (block, sub_batch)
-        return self._between.total_gradient(place, self._g.pop(place), self._residual.pop(place, None))
+        g, residual = self._g.pop(place), self._residual.pop(place, None)
+        prologue = self._pieces.pop(("prologue", *place), None)
+        piece = prologue or self._pieces.pop(("prepare", *place), None)
+        if residual is not None and (prologue is not None or piece is None):
+            g, residual = g.add_(residual), None
+        if piece is None:
+            return g
+        (through,) = piece.backward([g])
+        if through is None:
+            name = "prepare" if prologue is None else "prologue"
+            raise RuntimeError(f"block {block}: {name}(x) does not depend on x; it must be differentiable in x")
+        return through if residual is None else through + residual

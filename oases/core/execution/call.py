@@ -8,6 +8,7 @@ pass, stand-ins replace the blocks' parameters.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,10 +19,8 @@ from torch import Tensor
 
 from oases.core.execution.executor import Context, Executor, Handlers, Program, Step
 from oases.core.execution.failure import FailTogether, FailureMonitor, unwatch_backward, watch_backward
+from oases.core.execution.gathering import BlockUnit, UnitGatherer
 from oases.core.execution.piece import BlockParameters, Leaves
-
-Put = Callable[[int], None]
-"""Function that puts a block's stand-ins into its modules."""
 
 
 class Work(Protocol):
@@ -45,41 +44,28 @@ class Work(Protocol):
         """Release every tensor."""
 
 
-class Gathering(Protocol):
-    """Sharded weights, gathered around the ops that read them."""
-
-    def around(self, handlers: Handlers, program: Program, put: Put) -> Handlers:
-        """Wrap handlers to gather weights before an op and release them after; `put` follows each gather."""
-
-    def begin(self, steps: Iterable[Step]) -> None:
-        """Prepare for a list of steps."""
-
-    def sharded(self, block: int) -> Collection[str]:
-        """Names of a block's sharded parameters."""
-
-    def forget(self) -> None:
-        """Release all gathered weights after a failure."""
-
-
-class ScheduledCall:
+class ScheduledCall(ABC):
     """The passes of one call. Subclasses return gradients in `finish_block` and `finish`.
 
-    gathering: None for unsharded weights. RECOMPUTE: kinds of the recomputation ops.
+    units: by block, where weights are sharded over data-parallel ranks; else (). RECOMPUTE: kinds of the
+    recomputation ops.
     """
 
     RECOMPUTE: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, name: str, program: Program, work: Work, parameters: Sequence[BlockParameters], *,
-        monitor: FailureMonitor | None, context: Context, gathering: Gathering | None, differentiable: bool,
+        monitor: FailureMonitor | None, context: Context, units: Sequence[BlockUnit], differentiable: bool,
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
         self.num_blocks = len(parameters)
         self.output: Tensor | None = None
+        """Result of the forward pass, from the entry node to the exit node."""
         self._name, self._program, self._work, self._parameters = name, program, work, parameters
         self._differentiable = differentiable
         self._monitor, self._unanimous = monitor, unanimous
-        self._gathering = gathering
+        self._units, self._context = units, context
+        gathering = self._gathering = UnitGatherer(units) if units else None
         handlers = work.handlers()
         if differentiable and program.schedule.recomputed:
             handlers = _as_now(handlers, self.RECOMPUTE)
@@ -91,6 +77,44 @@ class ScheduledCall:
         self._versions: tuple[list[int], list[int]] | None = None
         self._position = 0
         self._begun = False
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Run the forward pass on `x`, as nodes of the outer graph that are differentiable in `x` and in the tensors
+        below.
+        """
+        if not self._differentiable:
+            return self.forward()
+        self._context.handles.add(self)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
+        token = _Entry.apply(self, x, *self.entry_tensors())
+        for block in range(self.num_blocks):
+            token = _Block.apply(self, block, token, *self.block_tensors(block))
+        return cast(Tensor, _Exit.apply(self, token))
+
+    @abstractmethod
+    def entry_tensors(self) -> Sequence[Tensor]:
+        """Tensors whose gradients `finish` returns."""
+
+    @abstractmethod
+    def block_tensors(self, block: int) -> Sequence[Tensor]:
+        """Tensors whose gradients `finish_block` returns."""
+
+    @abstractmethod
+    def finish_block(self, block: int) -> Sequence[Tensor | None]:
+        """Run until the gradients of `block_tensors(block)` are complete; return them."""
+
+    @abstractmethod
+    def finish(self) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Run the rest; return the gradients of the input and of `entry_tensors()`."""
+
+    @abstractmethod
+    def defer_weights(self) -> None:
+        """Skip W in the backward pass; `compute_weights` runs it later."""
+
+    @abstractmethod
+    def compute_weights(self) -> None:
+        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run."""
 
     def forward(self) -> Tensor:
         """Run the forward pass."""
@@ -248,45 +272,9 @@ def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block:
 # --- nodes of the outer autograd graph ---
 
 
-class DifferentiableCall(Protocol):
-    """Interface between a call and its autograd nodes."""
-
-    num_blocks: int
-    output: Tensor | None
-    """Result of the forward pass, from the entry node to the exit node."""
-
-    def forward(self) -> Tensor:
-        """Run the forward pass; return its output."""
-
-    def entry_tensors(self) -> Sequence[Tensor]:
-        """Tensors whose gradients `finish` returns."""
-
-    def block_tensors(self, block: int) -> Sequence[Tensor]:
-        """Tensors whose gradients `finish_block` returns."""
-
-    def begin(self, grad: Tensor) -> None:
-        """Begin the backward pass with the gradient of the output."""
-
-    def finish_block(self, block: int) -> Sequence[Tensor | None]:
-        """Run until the gradients of `block_tensors(block)` are complete; return them."""
-
-    def finish(self) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Run the rest; return the gradients of the input and of `entry_tensors()`."""
-
-
-def apply_call(call: DifferentiableCall, x: Tensor) -> Tensor:
-    """Run a call's forward pass on `x`, differentiable in `x` and in the call's tensors."""
-    if not x.requires_grad:
-        x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
-    token = _Entry.apply(call, x, *call.entry_tensors())
-    for block in range(call.num_blocks):
-        token = _Block.apply(call, block, token, *call.block_tensors(block))
-    return cast(Tensor, _Exit.apply(call, token))
-
-
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ScheduledCall, x: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
         call.output = call.forward()
         return x.new_zeros(())
@@ -299,7 +287,7 @@ class _Entry(torch.autograd.Function):
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ScheduledCall, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.block = call, block
         return token.view_as(token)
 
@@ -310,7 +298,7 @@ class _Block(torch.autograd.Function):
 
 class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, token: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ScheduledCall, token: Tensor) -> Tensor:
         ctx.call = call
         output, call.output = call.output, None
         assert output is not None, "the entry has run"

@@ -47,7 +47,8 @@ def trained(blocks, schedule, **options):
         parameter.grad = None
     y = stack(x)
     y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in stack.parameters() if p.requires_grad)], stack._schedule_for(x, ())
+    schedule = stack.chooser.schedule_for(x, (), stack.blocks)
+    return [y.detach(), x.grad, *(p.grad for p in stack.parameters() if p.requires_grad)], schedule
 
 
 def documents():
@@ -83,7 +84,7 @@ def check_gpt(options):
         assert torch.equal(y.detach(), inferred)
         y.square().sum().backward()
         found.append([y.detach(), *(parameter.grad for parameter in stack.parameters())])
-        kinds = stack._schedule_for(x, ())
+        kinds = stack.chooser.schedule_for(x, (), stack.blocks)
     assert (kinds.along, kinds.joint) == ("sequence", frozenset())
     for mine, its in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(mine, its, **EXACT)

@@ -11,7 +11,7 @@ from block_examples import WIDTH, make_stack, plain_blocks
 
 from oases import OverlappedColumnLinear, OverlappedStack
 from oases.autotp.parallelization import parallelize
-from oases.core.blocks.tunings import Choice, Tunings, lossy_wires
+from oases.core.blocks.chooser import Choice, Chooser, lossy_wires
 from oases.core.execution import autotune
 from oases.core.schedule import generate
 from oases.errors import UsageError
@@ -21,21 +21,14 @@ from oases_train.config import TrainConfig
 from oases_train.plan import Run
 
 SCHEDULES = (generate("fine_grained", 2, 1), generate("oases", 2, 2))
-LABELS = [
-    "fine_grained 1",
-    "oases 2",
-    "fine_grained 1 bfloat16",
-    "oases 2 bfloat16",
-    "fine_grained 1 int8",
-    "oases 2 int8",
-]
+LABELS = [f"{name}{wire}" for wire in ("", " bfloat16", " int8") for name in ("fine_grained 1", "oases 2")]
 
 
 def choose(path, seconds):
     """Feed times by hand. seconds[rank][candidate]."""
     autotune.cache_path = lambda: path
-    tunings = Tunings(("auto", "auto", "none"), 2, None, may_be_off=True, lossy=True)
-    tuning = tunings._tuning(SCHEDULES, ["bfloat16", "int8"], dist.group.WORLD, "key")
+    chooser = Chooser([torch.nn.Identity()] * 2, "auto", lossy=True)
+    tuning = chooser._tuning(SCHEDULES, ["bfloat16", "int8"], dist.group.WORLD, "key")
     assert [*tuning.candidates] == LABELS
     while tuning.choice is None:
         tuning.note(tuning.turn, seconds[dist.get_rank()][LABELS.index(tuning.turn)])
@@ -89,7 +82,7 @@ def measured(schedule, expected):
         both = [torch.empty_like(y) for _ in range(2)]
         dist.all_gather(both, y.detach())
         assert torch.equal(*both)
-        (tuning,) = stack._tunings.values()
+        (tuning,) = stack.chooser.tunings.values()
         if tuning.choice is not None:
             break
     assert seen == {"None", "torch.bfloat16", "int8"}
@@ -97,7 +90,7 @@ def measured(schedule, expected):
     with torch.no_grad():
         stack(x)
     assert tuning.choice == Choice(stack.schedule, stack.wire_dtype)
-    return tuning.chosen, stack.choices
+    return tuning.chosen, stack.chooser.choices
 
 
 @pytest.mark.long

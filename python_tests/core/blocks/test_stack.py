@@ -283,7 +283,7 @@ def check_layers(schedule):
     for batch in (4, 1):
         x, grad = torch.randn(2, batch, 3, WIDTH, dtype=torch.float64)
         compare(stack, blocks, group, x, grad)
-    return [sorted(each.recomputed_blocks) for each in (stack.schedule, *stack._replacements._whole.values())]
+    return [sorted(each.recomputed_blocks) for each in (stack.schedule, *stack.chooser._whole.values())]
 
 
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))

@@ -11,7 +11,7 @@ from auto_choice import measuring
 from block_examples import WIDTH, compare, make_stack, plain_blocks
 
 from oases import OverlappedColumnLinear
-from oases.core.blocks.tunings import Tunings, bucket_of, candidates, labelled, waves_of
+from oases.core.blocks.chooser import Chooser, bucket_of, candidates, labelled, waves_of
 from oases.core.execution import autotune
 from oases.core.execution.autotune import Autotune
 from oases.core.schedule import generate
@@ -161,11 +161,11 @@ def test_choosing_for_many_shapes_costs_no_more(monkeypatch, tmp_path, lengths):
     monkeypatch.setattr(autotune, "cache_path", lambda: tmp_path / "s.json")
     monkeypatch.setattr(autotune, "all_gather_objects", lambda mine, group: [mine])
     monkeypatch.setattr(autotune.dist, "broadcast_object_list", lambda found, group, group_src: None)
-    found = Tunings(("auto", "auto", "none"), 2, None, may_be_off=True)
+    found = Chooser([torch.nn.Identity()] * 2, "auto")
     lost, draw = 0.0, random.Random(0)
     for length in lengths:
         x = torch.empty(4, length, 8, device="meta")
-        tuning = found.of(x, None, list, lambda schedule: schedule, None, lambda: None)
+        tuning = found.tuning_of(x, (), (), list, None, "")
         if tuning.choice is None:
             turn = tuning.begin_turn()
             slower = 1.0 if turn.label == "cross_pass 2" else 1.5
@@ -192,13 +192,13 @@ def check_exact_while_choosing(path):
             stack(x)
         asked = stack.schedule.name, stack.schedule.num_sub_batches
         steps = 0
-        while "@" in next(iter(stack.choices.values()), "@"):
+        while "@" in next(iter(stack.chooser.choices.values()), "@"):
             compare(stack, blocks, dist.group.WORLD, x, grad)
             steps += 1
         with torch.no_grad():
             stack(x)
         copied = copy.deepcopy(stack)
-    return asked, steps, stack.schedule.name, copied.choices == stack.choices
+    return asked, steps, stack.schedule.name, copied.chooser.choices == stack.chooser.choices
 
 
 def test_gradients_are_exact_while_choosing(two_ranks, tmp_path):
@@ -218,15 +218,15 @@ def outputs(path, steps, cuts=()):
         stack = make_stack(blocks, dist.group.WORLD, schedule="auto")
         for step in range(steps):
             if step in cuts:
-                kept, calls = stack.choices, stack.calls
+                kept, calls = stack.chooser.choices, stack.calls
                 stack = make_stack(blocks, dist.group.WORLD, schedule="auto")
-                stack.choices = kept
+                stack.chooser.choices = kept
                 stack.at_call(calls)
             mine = x.clone().requires_grad_()
             y = stack(mine)
             y.backward(grad)
             found.append((y.detach(), mine.grad, stack.schedule.num_sub_batches))
-    return found, stack.choices
+    return found, stack.chooser.choices
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def check_deterministic(path):
             linear(torch.randn(256, 4, requires_grad=True)).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    (tuning,) = stack._tunings.values()
+    (tuning,) = stack.chooser.tunings.values()
     return tuning.chosen, linear._chunks._known, sum(map(len, tuning.times.values()))
 
 
@@ -282,7 +282,7 @@ def check_required_while_measuring(path):
     with measuring(path):
         stack = make_stack(blocks, dist.group.WORLD, schedule="auto", require_overlap=True)
         compare(stack, blocks, dist.group.WORLD, x, grad)
-    (tuning,) = stack._tunings.values()
+    (tuning,) = stack.chooser.tunings.values()
     return [each.schedule.overlaps for each in tuning.candidates.values()]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.core.blocks.tunings import lossy_wires
+from oases.core.blocks.chooser import lossy_wires
 from oases.core.execution.communication import add_wire, carries_codes
 from oases.core.execution.group import scheduler_of
 from oases.errors import UsageError

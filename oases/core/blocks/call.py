@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.gathering import BlockUnit, UnitGatherer
+from oases.core.blocks.batch import CallInputs
 from oases.core.blocks.program import BlockProgram
+from oases.core.blocks.randomness import Randomness
 from oases.core.blocks.sharding import register_shards, sharded_parameters
 from oases.core.blocks.work import BlockWork
 from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.clock import synchronize
-from oases.core.execution.communication import NullScheduler, Scheduler
+from oases.core.execution.communication import NullScheduler, Wire
 from oases.core.execution.executor import Context
 from oases.core.execution.failure import FailureMonitor
+from oases.core.execution.gathering import BlockUnit, leaves_of
 from oases.core.execution.group import ProcessGroup, all_gather_objects
-from oases.core.execution.piece import BlockParameters, Leaves
+from oases.core.execution.piece import BlockParameters
 from oases.core.schedule import ScheduleError
 
 
@@ -59,41 +60,35 @@ def apart(parameters: list[StackParameters]) -> list[StackParameters]:
     return parameters
 
 
-@dataclass
-class CallOptions:
-    """Options of one call: scheduler of its collectives, failure monitor, context.
-
-    turn: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
-    where weights are sharded over data-parallel ranks; else ().
-    """
-
-    scheduler: Scheduler
-    monitor: FailureMonitor | None
-    context: Context
-    turn: Turn | None = None
-    units: Sequence[BlockUnit] = ()
-
-
 class StackCall(ScheduledCall):
-    """Call of an OverlappedStack; used by `apply_call` and by a pipeline."""
+    """Call of an OverlappedStack on `x`; used by its autograd nodes and by a pipeline.
+
+    blocks, parameters: of the stack. units: by block, where weights are sharded over data-parallel ranks; else ().
+    inputs: of the blocks, and the sub-batches. turn: receives the seconds of the forward and backward pass, while a
+    schedule is being chosen. wire: collectives. ScheduleError for a list without a backward pass where gradients are
+    needed.
+    """
 
     RECOMPUTE = frozenset({"R", "RC"})
 
     def __init__(
-        self, program: BlockProgram, work: BlockWork, parameters: Sequence[StackParameters], options: CallOptions,
-        *, differentiable: bool,
+        self, program: BlockProgram, blocks: Sequence[nn.Module], parameters: Sequence[StackParameters],
+        units: Sequence[BlockUnit], x: Tensor, inputs: CallInputs, wire: Wire, randomness: Randomness, *,
+        turn: Turn | None, monitor: FailureMonitor | None, context: Context, differentiable: bool,
     ) -> None:  # fmt: skip
         if differentiable and not program.backward:
             raise ScheduleError(
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
+        leaves = leaves_of(parameters, units) if differentiable else []
+        self._blocks = BlockWork(
+            blocks, program, wire, x, leaves, differentiable=differentiable, randomness=randomness, inputs=inputs
+        )
         super().__init__(
-            "OverlappedStack", program, work, parameters, monitor=options.monitor, context=options.context,
-            gathering=UnitGatherer(options.units) if options.units else None, differentiable=differentiable,
+            "OverlappedStack", program, self._blocks, parameters, monitor=monitor, context=context, units=units,
+            differentiable=differentiable,
         )  # fmt: skip
-        self._blocks, self._cut = work, parameters
-        self._scheduler, self._units = options.scheduler, options.units
-        self._turn = options.turn
+        self._cut, self._scheduler, self._turn = parameters, wire.scheduler, turn
         self._seconds, self._elements = 0.0, 1
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
@@ -253,13 +248,6 @@ class StackCall(ScheduledCall):
         if share is None or whole is None:
             return whole if share is None else share
         return share + whole
-
-
-def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[BlockUnit]) -> list[Leaves]:
-    """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
-    if not units:
-        return [Leaves(each.parameters) for each in parameters]
-    return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
 
 
 def agree_on_seed(group: ProcessGroup | None, calls: int) -> tuple[int, int]:

@@ -8,9 +8,12 @@ from typing import Protocol
 
 from torch import nn
 
-from oases.core.execution.call import Put
 from oases.core.execution.executor import Handlers, Program, Step
+from oases.core.execution.piece import BlockParameters, Leaves
 from oases.core.schedule import Op
+
+Put = Callable[[int], None]
+"""Function that puts a block's stand-ins into its modules."""
 
 
 class BlockUnit(Protocol):
@@ -93,3 +96,10 @@ class UnitGatherer:
             self._order.remove(block)
             for following in self._order[:1]:
                 self._units[following].gather_ahead()
+
+
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[BlockUnit]) -> list[Leaves]:
+    """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
+    if not units:
+        return [Leaves(each.parameters) for each in parameters]
+    return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
