@@ -72,7 +72,7 @@ def test_what_is_written_is_read_back():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hiden": 1}, "file: unknown field 'hiden'; did you mean 'hidden'?"),
+        ({"hiddn": 1}, "file: unknown field 'hiddn'; did you mean 'hidden'?"),
         ({"forward_ms": 1}, "did you mean 'forward_seconds'? (times are in seconds)"),
         ({"zzz": 1}, "file: unknown field 'zzz'; known are hidden, kind, forward_seconds"),
         ({"hidden": None}, "file: hidden must be a whole number, got None"),
