@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "device_work.h"
+#include "quantize_kernels.h"
 #include "quantized_blocks.h"
 #include "rounding_errors.h"
 
