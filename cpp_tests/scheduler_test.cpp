@@ -227,11 +227,14 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
 }
 
 TEST(OverlapScheduler, AHaltEndsWaitsForACollectiveThatOneRankDidNotStart) {
-  run_ranks(2, [](int rank, const Group& group, const std::string&) {
+  std::atomic<bool> started = false;
+  run_ranks(2, [&](int rank, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);
     scheduler.wait(scheduler.all_reduce(filled(1), "before"));
     std::shared_ptr<oases::Ticket> ticket;
     if (rank == 1) ticket = scheduler.all_reduce(filled(1), "F 1.0");
+    if (rank == 1) started = true;
+    while (!started) std::this_thread::yield();
     if (rank == 0) OverlapScheduler::halt("rank 0 failed");  // of this process, so of both
     const auto message = message_of([&] {
       while (rank == 0) scheduler.all_reduce(filled(1), "F 0.0");
