@@ -52,8 +52,8 @@ APART = (("svm", "oases_svm"), ("oases_staged",))
 """Import nothing of oases but each other, of their group."""
 
 LINES = {
-    "cpp_tests": 3_733,
-    "csrc": 7_595,
+    "cpp_tests": 3_736,
+    "csrc": 7_596,
     "csrc/staged": 4_819,
     "csrc/svm": 624,
     "oases": 44_188,
