@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: build
 	$(PY) -m oases demo
 
-# Six minutes on two hyperthreads; the long ones of test-all take another fifteen.
+# Five minutes on two hyperthreads; the long ones of test-all take another fifteen.
 test: build-tests test-cpp test-python
 
 # One file of tests more than there are cores at a time, because ranks often wait for one another; at most 8 for memory.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from oases import records
+import oases.records as records
 from oases.checkpoint.retention import require_folder
 from oases.core.dtypes import AUTO_LOSSY, QUANTISED
 from oases.core.execution.communication import WIRE_DTYPES

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from oases import records
+import oases.records as records
 from oases.errors import UsageError
 from oases.files import read_text
 from oases.limits import short

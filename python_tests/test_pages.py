@@ -21,7 +21,6 @@ def page(name: str) -> str:
 
 
 def test_pages_of_schedules_are_what_their_script_writes():
-    pytest.importorskip("plotly")
     spec = importlib.util.spec_from_file_location("schedules_of_docs", DOCS / "schedules.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

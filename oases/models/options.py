@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 import torch
 
-from oases import records
+import oases.records as records
 from oases.core.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig

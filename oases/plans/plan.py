@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from oases import records
+import oases.records as records
 from oases.core.dtypes import WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.core.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oases import records
+import oases.records as records
 from oases.core.dtypes import QUANTISED
 from oases.errors import UsageError
 from oases.files import parse_json, read_text, write_text
