@@ -112,7 +112,7 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.few(100, 170)
+@pytest.mark.few(40, 170)
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize("kind", [*BAD, *SPECIAL])

@@ -78,6 +78,7 @@ def chosen() -> list[Any]:
     return [same is own, said, dist.get_backend(other), found]
 
 
+@pytest.mark.long
 def test_auto_takes_what_sums_sooner(two_ranks):
     (same, said, name, found), (_, _, other, elsewhere) = two_ranks.run(chosen)
     assert same

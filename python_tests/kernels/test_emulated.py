@@ -71,7 +71,7 @@ def run_with(library, program, *arguments, **environment):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("cases", [SOME, pytest.param(LEFT_OUT, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [SOME, LEFT_OUT], ids=["some", "all"])
 def test_kernels_agree_with_their_cpu_twins(library, tmp_path, cases):
     # The outer run's options, such as -n, are not for this one.
     files = [f"python_tests/kernels/test_{name}.py" for name in KERNELS]

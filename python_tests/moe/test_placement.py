@@ -164,10 +164,11 @@ def drawn_costs(random):
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
-def test_few_devices_choose_the_best_of_all_methods(devices):
+@pytest.mark.parametrize("draws", [30, pytest.param(150, marks=pytest.mark.long)])
+def test_few_devices_choose_the_best_of_all_methods(devices, draws):
     """Between two devices a copy for one is a copy for all, so that shadowing is hard to beat there."""
     random = Random(devices)
-    for seed in range(150):
+    for seed in range(draws):
         costs, experts = drawn_costs(random), devices * random.randint(1, 6)
         tokens, concentration = random.choice([0, 7, 64, 4096]), random.choice([0.05, 0.3, 1.0, 10.0])
         counts = counts_of(experts, devices, seed, concentration, tokens=tokens)

@@ -57,7 +57,7 @@ def drawn(rng):
     )  # fmt: skip
 
 
-@pytest.mark.few(50, 150)
+@pytest.mark.few(16, 150)
 @pytest.mark.parametrize("seed", range(150))
 def test_pieces_say_what_every_op_says(seed, monkeypatch):
     plan, predictor = drawn(random.Random(seed)), Predictor(cluster(1.1, 1.3))
@@ -133,6 +133,7 @@ def test_memory_is_state_and_activations():
     assert timeline.held[-1].num_bytes == stage_state_bytes(plan, 0), "a step frees what it allocates"
 
 
+@pytest.mark.few(18, 108)
 @pytest.mark.parametrize("name", ["sync", "fine_grained", "cross_pass", "oases", "sub_pipelined_1", "sub_pipelined"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "zb_h1"])

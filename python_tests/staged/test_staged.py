@@ -16,6 +16,8 @@ from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.testing import RankPool
 
+pytestmark = pytest.mark.long
+
 OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)
 """Types that gloo does not have, and that can be moved all the same."""
 

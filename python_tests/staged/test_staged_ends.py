@@ -22,6 +22,8 @@ from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases_staged.extension import staged_backend
 
+pytestmark = pytest.mark.long
+
 
 def endless(rank: int, size: int, nodes: int, port: int, group: int, timeout: timedelta, connection: Any) -> None:
     """Collectives and messages for ever; sends the first error to the parent."""

@@ -24,6 +24,8 @@ from oases.core.execution.group import scheduler_of
 from oases.extension import QuantizedBackend, single_process_backend
 from oases_staged.extension import staged_backend
 
+pytestmark = pytest.mark.long
+
 NOBODY = 65534
 """A user without rights."""
 

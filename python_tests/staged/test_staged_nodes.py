@@ -15,6 +15,8 @@ from staged_cases import FLOATS, on_nodes, random_cases
 
 from oases_staged.extension import nodes_backend, staged_backend
 
+pytestmark = pytest.mark.long
+
 HOUR = timedelta(hours=1)
 PAIRS = [0, 0, 1, 1]
 """Node of each rank: two of two."""

@@ -18,6 +18,8 @@ from oases.profile.run import Surroundings, run_profile
 from oases.simulator.hardware import Hardware
 from oases.testing import RankPool
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def staged_ranks():

@@ -14,6 +14,8 @@ from test_virtual_staged_failure import error_of
 
 from oases.testing import RankPool
 
+pytestmark = pytest.mark.long
+
 ALONE = [0, 1]
 """Node of each rank: two of one rank."""
 PAIRS = [0, 1, 1, 0]

@@ -13,6 +13,8 @@ from virtual_stacks import given, make_stack, on, step
 from oases.core.execution.group import scheduler_of
 from oases.testing import RankPool
 
+pytestmark = pytest.mark.long
+
 PIECE = 2 << 20
 """Bytes of a piece in a group of few ranks."""
 SIZES = (0, 1, 5, 1000, 2 * PIECE // 8 + 3)

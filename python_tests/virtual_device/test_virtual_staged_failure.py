@@ -18,6 +18,8 @@ from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.testing import RankPool
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_calls_that_differ_are_errors_on_all_ranks(two_virtual, first):

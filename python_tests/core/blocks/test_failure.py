@@ -129,6 +129,7 @@ def check_messages(results, victim, ops):
         assert "restart the run from its newest checkpoint" in text
 
 
+@pytest.mark.few(8, 100)
 @pytest.mark.parametrize(("schedule", "recompute", "call"), covered(SCHEDULES | {"call": list(CALLS)}, is_made))
 def test_every_rank_of_two_raises(two_ranks, schedule, recompute, call):
     method, countdown = call.split()

@@ -40,6 +40,7 @@ FACTORS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(14, 100)
 @pytest.mark.parametrize(("schedule", "recompute", "blocks", "split"), covered(FACTORS))
 def test_gradients_equal_the_unsplit_model(two_ranks, schedule, recompute, blocks, split):
     two_ranks.run(check_exact, int(blocks[0]), schedule, *SPLITS[split], recompute)
