@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests would compile the same files again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz fingerprints bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz fingerprints speed bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -51,6 +51,10 @@ fingerprints: build-tests
 	PYTHONPATH=$(BASE) $(PY) reliability/fingerprints.py --json build/fingerprints-base.json
 	PYTHONPATH=. $(PY) reliability/fingerprints.py --json build/fingerprints.json
 	$(PY) reliability/fingerprints.py --compare build/fingerprints-base.json build/fingerprints.json
+
+# Benchmarks of this tree and of another with a compiled oases, by turns: make speed BASE=../main
+speed: build-tests
+	PYTHONPATH=. $(PY) reliability/speed.py $(BASE)
 
 # Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
 SESSION ?=
