@@ -23,5 +23,5 @@ def test_trees_are_compared_by_medians(monkeypatch, tmp_path):
 
 
 def test_a_benchmark_that_fails_is_shown():
-    with pytest.raises(SystemExit, match="oases bench nothing ended with 2:\\n.*invalid choice: 'nothing'"):
+    with pytest.raises(SystemExit, match=r"oases bench nothing ended with 2:\n.*invalid choice: 'nothing'"):
         speed.measure(speed.HERE, "nothing")
