@@ -17,6 +17,7 @@ _PUBLIC = {
     "ParallelDropout": "oases.layers",
     "ParallelSpec": "oases.autotp",
     "causal_attention": "oases.layers",
+    "check": "oases_check",
     "clip_grad_norm": "oases.layers",
     "full_state_dict": "oases.autotp",
     "load_checkpoint": "oases.checkpoint.parallelized",
@@ -53,6 +54,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "causal_attention",
+    "check",
     "clip_grad_norm",
     "full_state_dict",
     "load_checkpoint",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     )
     from oases.moe.layer import OverlappedMoE
     from oases.planner import plan
+    from oases_check import check
     from oases_sparse import S2Reducer, s2_hook
     from oases_train.config import TrainConfig
     from oases_train.trainer import Trainer
