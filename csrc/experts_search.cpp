@@ -154,7 +154,7 @@ class Search {
         relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
-  // EPLB's placement; follows oases/moe/eplb.py including its ties.
+  // EPLB's placement; follows `_eplb` of oases/moe/placement.py including its ties.
   void replicate(const Layer& start) {
     const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
     std::vector<double> total(experts_), share(experts_), weight(devices_);

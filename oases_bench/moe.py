@@ -262,7 +262,7 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
     assert group is not None
     layer = OverlappedMoE(config.hidden, config.intermediate, config.experts, top_k=config.top_k, placement="none")
     costs = replace(
-        measure_costs(layer.experts.weights, config.tokens, False, group, "measuring"),
+        measure_costs(layer.experts.weights, config.tokens, layer.compute, group, "measuring"),
         token_seconds=config.token_us / 1e6,
         non_expert_seconds=config.non_expert_ms / 1e3,
         backward=_BACKWARD,

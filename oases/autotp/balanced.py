@@ -34,8 +34,8 @@ from oases.moe.costs import Costs
 from oases.moe.dispatch import ExpertCounts, RoutingError, exchange_counts
 from oases.moe.experts import ExpertWeights
 from oases.moe.forward import ExpertForward
-from oases.moe.placement_data import Placement
-from oases.moe.placement_state import METHODS, PlacementState
+from oases.moe.placement import Placement, require_method
+from oases.moe.placement_state import PlacementState
 from oases.moe.recomputation import is_recomputation
 from oases.moe.router import Routing
 from oases.moe.token_shards import shard_bounds
@@ -88,12 +88,10 @@ class BalancedExperts:
         """Begin a training call: measure costs for the placement, at the first one of these sizes."""
         placing = self.placing
         if placing.needs_costs and group is not None:
-            sizes = (self.mlp, *((each.shape, each.dtype) for each in experts.given))
-            if sizes not in self.known:
-                self.known[sizes] = measure_costs(
-                    experts, slots // self.number, self.mlp.run, group, self.name, hidden, self.wire
-                )
-            placing.costs = self.known[sizes]
+            placing.costs = measure_costs(
+                experts, slots // self.number, self.mlp.run, group, self.name, hidden=hidden, wire=self.wire,
+                known=self.known,
+            )  # fmt: skip
         placing.begin(None, None)
 
 
@@ -238,8 +236,7 @@ def expert_options(
     stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. sharded: with fsdp or
     zero over the replicas of a stage. UsageError for an unknown placement and a degree that does not fit.
     """
-    if placement not in METHODS:
-        raise UsageError(f"unknown placement {placement!r}; known are {', '.join(METHODS)}")
+    require_method(placement)
     if stage is not None:
         stages = [stage.members_of(number) for number in range(stage.num_stages)]
     elif isinstance(mesh, DeviceMesh) and mesh.ndim > 1:

@@ -20,7 +20,7 @@ from oases.core.dtypes import WIRE_BYTES
 from oases.core.execution.communication import WireType, add_wire
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
-from oases.moe.placement_data import Integers, Placement, owner_ranks
+from oases.moe.placement import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oases.core.blocks.sharding import register_shards
 from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.errors import UsageError
-from oases.moe.placement_data import owner_ranks
+from oases.moe.placement import owner_ranks
 
 
 class ExpertWeights(NamedTuple):

@@ -18,7 +18,7 @@ from oases.core.execution.communication import WireType
 from oases.core.execution.group import ProcessGroup, group_rank
 from oases.moe.dispatch import AllToAll, by_token, dispatch_plan, grouped, permuted, ungrouped
 from oases.moe.experts import ExpertWeights
-from oases.moe.placement_data import Integers, Placement
+from oases.moe.placement import Integers, Placement
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer, tie
 

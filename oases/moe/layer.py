@@ -38,8 +38,8 @@ from oases.moe.dispatch import (
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.forward import ExpertForward
-from oases.moe.placement_data import Placement
-from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState, numbered, statistics_of
+from oases.moe.placement import Placement, require_method
+from oases.moe.placement_state import MoEStatistics, PlacementState, numbered, statistics_of
 from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients, total
@@ -97,12 +97,9 @@ class OverlappedMoE(FailsTogether, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if placement not in METHODS:
-            raise UsageError(f"{name}: unknown placement {placement!r}; known are {', '.join(METHODS)}")
+        require_method(placement, memory_budget, f"{name}: ")
         if shared_intermediate < 0:
             raise UsageError(f"{name}: shared_intermediate must be at least 0, got {shared_intermediate}")
-        if memory_budget is not None and not memory_budget >= 0:
-            raise UsageError(f"{name}: memory_budget must be at least 0 bytes, got {memory_budget}")
         self.hidden, self.name, self.wire_dtype = hidden, name, wire_type(wire_dtype)
         self.process_group = group = resolve(process_group)
         self._load_group = group_name(load_group if load_group is not None else group)
@@ -330,15 +327,18 @@ class OverlappedMoE(FailsTogether, nn.Module):
         label = f"gradients of experts of {self.name}"
         return total(gradients, group_of(self._tensor_group), label)
 
+    def measured(self, tokens: int, group: ProcessGroup, known: dict[Any, Costs] | None = None) -> Costs:
+        """Measure the costs of calls of so many tokens. known: see `measure_costs`."""
+        per_expert = tokens * self.router.top_k // self.router.num_experts
+        weights = self.experts.weights
+        return measure_costs(weights, per_expert, self.compute, group, self.name, wire=self.wire_dtype, known=known)
+
     def _current(self, tokens: int) -> RoutingState:
         """Routing state of a pass that begins now; of a training pass a new one if no pass is open."""
         state, group = self._placement_state, self.process_group
         if self.training:
             if state.needs_costs and group is not None:
-                per_expert = tokens * self.router.top_k // self.router.num_experts
-                state.costs = measure_costs(
-                    self.experts.weights, per_expert, self.experts.gated, group, self.name, wire=self.wire_dtype
-                )
+                state.costs = self.measured(tokens, group)
             state.begin(self.router, group_of(self._load_group))
         return state.setting(self.router)
 

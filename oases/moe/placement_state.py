@@ -16,11 +16,9 @@ from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.dispatch import ExpertCounts
 from oases.moe.forecast import Planner
-from oases.moe.placement_data import Integers, Placement, owner_only, owner_ranks
+from oases.moe.placement import Integers, Placement, owner_only, owner_ranks
 from oases.moe.recomputation import ForwardPass, OpenPasses, RoutingState
 from oases.moe.router import Router, Routing
-
-METHODS = ("none", "prophet", "faster_moe", "eplb")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from oases.core.execution.call import refuse_second_derivatives
 from oases.core.execution.failure import FailureMonitor, monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_of
 from oases.moe.dispatch import RoutingError
-from oases.moe.placement_data import Integers, Placement
+from oases.moe.placement import Integers, Placement
 
 MOST_OPEN = 64
 """Maximum number of open passes; beyond it the oldest are assumed to have no backward pass."""

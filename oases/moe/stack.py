@@ -19,7 +19,7 @@ from oases.core.execution.group import ProcessGroup, refuse_capture
 from oases.core.schedule import Schedule, generate_experts, validate
 from oases.errors import UsageError
 from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWork
-from oases.moe.cost_measurement import mean_seconds, measure_costs
+from oases.moe.cost_measurement import measured_seconds
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.exchange import ExpertBlock, ExpertExchange
@@ -105,27 +105,24 @@ class ExpertStack(FailsTogether, nn.Module):
 
         Layers with experts of equal sizes share one measurement.
         """
-        known: dict[tuple[Any, ...], Costs] = {}
+        known: dict[Any, Costs] = {}
+        others: dict[Costs, float] = {}
+        devices = [] if x.device.type == "cpu" else [x.device]
         for number, (block, layer) in enumerate(zip(self.blocks, self._layers, strict=True)):
             if not layer.needs_costs:
                 continue
-            weights, gated = layer.experts.weights, layer.experts.gated
-            sizes = (gated, layer.wire_dtype, *((weight.shape, weight.dtype) for weight in weights.given))
-            if sizes not in known:
-                per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
-                costs = measure_costs(weights, per_expert, gated, group, layer.name, wire=layer.wire_dtype)
-                if self.schedule.name == "block_wise":
-                    before = cast(ExpertBlock, block).before
+            costs = layer.measured(x.numel() // x.shape[-1], group, known)
+            if self.schedule.name == "block_wise":
+                if costs not in others:
                     if self._units:
                         self._units[number].gather()
-                    devices = [] if x.device.type == "cpu" else [x.device]
                     with torch.random.fork_rng(devices, device_type=x.device.type):
-                        seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
+                        before = partial(cast(ExpertBlock, block).before, x)
+                        others[costs] = measured_seconds(before, x.device, group, layer.name)
                     if self._units:
                         self._units[number].release()
-                    costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
-                known[sizes] = costs
-            layer.costs = replace(known[sizes], leading=block is self.blocks[0])
+                costs = replace(costs, scheduled=True, non_expert_seconds=others[costs])
+            layer.costs = replace(costs, leading=not number)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile `before` and `after` of every block; options: of torch.compile. Parameter names stay."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from oases.errors import UsageError
 from oases.files import parse_json, read_lines, unwritable
 from oases.limits import short
-from oases.moe.placement_data import Integers, checked_counts
+from oases.moe.placement import Integers, checked_counts
 
 KIND = "oases loads"
 DIFFERENCE = 0.1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.moe.experts import ExpertWeights
-from oases.moe.placement_data import Placement
+from oases.moe.placement import Placement
 
 
 class _Piece(NamedTuple):

@@ -145,7 +145,7 @@ TRAINING = (
     ),
     Mutation(
         "experts_wrong_owner",
-        "oases/moe/placement_data.py",
+        "oases/moe/placement.py",
         "return np.repeat(np.arange(devices), experts // devices)",
         "return np.tile(np.arange(devices), experts // devices)",
         ("moe/test_dispatch.py", "moe/test_moe_layer.py"),
