@@ -73,14 +73,10 @@ def measure_costs(
 
     each_way = rate(BYTES * (size - 1) / size, whole)
     costs = Costs(
-        token_seconds=token,
-        token_bytes=hidden * wire_bytes(like.dtype, wire),
-        expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
-        bandwidth=max(each_way, rate(BYTES / 2, alone)),
-        both_ways=2 * each_way,
-        latency=latency,
-        scheduled=False,
-    )
+        token_seconds=token, token_bytes=hidden * wire_bytes(like.dtype, wire),
+        expert_bytes=sum(weight[:1].nbytes for weight in weights.given), latency=latency, scheduled=False,
+        bandwidth=max(each_way, rate(BYTES / 2, alone)), both_ways=2 * each_way,
+    )  # fmt: skip
     known[sizes] = replace(costs, handling_seconds=handling_seconds(weights, costs, group, label))
     return known[sizes]
 

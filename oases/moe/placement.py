@@ -3,9 +3,7 @@
 A placement is a pure function of the loads, so all ranks find the same one without communication. Sources:
 Pro-Prophet (arXiv 2411.10003), lightweight expert placement. There a device with a replica computes its own tokens
 for the expert and all others go to the owner; here they may go to any replica, which needs fewer of them. FasterMoE
-(PPoPP 2022): shadowing, as described in Pro-Prophet's evaluation. DeepSeek's EPLB: the busiest expert gets one more
-replica, then replicas are packed; here into free slots of the devices, because its owner has an expert's optimizer
-state.
+(PPoPP 2022): shadowing, as described in Pro-Prophet's evaluation. DeepSeek's EPLB: csrc/experts_search.cpp.
 """
 
 from __future__ import annotations
@@ -16,10 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from oases.errors import UsageError
-from oases.moe.costs import Costs
+from oases.extension import place_experts, replicate_experts, search_experts
+from oases.moe.costs import Costs, native_costs
 
 Integers = NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
@@ -82,13 +82,8 @@ def require_method(method: str, memory_budget: float | None = None, label: str =
 
 def make_placement(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
     """Placement with these routes and copies, and its predicted cost."""
-    import torch
-
-    from oases.extension import place_experts
-
-    routes, copies = chosen
-    found = place_experts(torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1]))
-    return _from_native(method, *found)
+    (routes, copies), native = chosen, native_costs(costs, counts.shape[1])
+    return _from_native(method, *place_experts(torch.from_numpy(counts), torch.from_numpy(routes), copies, native))
 
 
 def owner_ranks(experts: int, devices: int) -> Integers:
@@ -139,11 +134,7 @@ def _none(counts: Integers, costs: Costs, slots: int) -> Placement:
 
 
 def _prophet(counts: Integers, costs: Costs, slots: int) -> Placement:
-    import torch
-
-    from oases.extension import search_experts
-
-    found = search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)
+    found = search_experts(torch.from_numpy(counts), native_costs(costs, counts.shape[1]), slots)
     return _from_native("prophet", *found)
 
 
@@ -151,7 +142,8 @@ def _faster_moe(counts: Integers, costs: Costs, slots: int) -> Placement:
     """The heaviest experts are replicated on all devices while the modelled time falls."""
     experts, devices = counts.shape
     home, everyone = owner_ranks(experts, devices), np.arange(devices)
-    routes, copies = owner_only(counts)
+    routes, _ = owner_only(counts)
+    copies: list[list[int]] = [[] for _ in range(experts)]
     best = make_placement("faster_moe", counts, costs, (routes, copies))
     held = np.zeros(devices, dtype=np.int64)
     for expert in np.argsort(-counts.sum(1), kind="stable").tolist():
@@ -159,8 +151,7 @@ def _faster_moe(counts: Integers, costs: Costs, slots: int) -> Placement:
         held[others] += 1
         if devices == 1 or held.max() > slots:
             break
-        routes[expert] = everyone
-        copies = [*copies[:expert], others.tolist(), *copies[expert + 1 :]]
+        routes[expert], copies[expert] = everyone, others.tolist()
         after = make_placement("faster_moe", counts, costs, (routes, copies))
         if after.predicted_seconds >= best.predicted_seconds:
             break
@@ -169,45 +160,8 @@ def _faster_moe(counts: Integers, costs: Costs, slots: int) -> Placement:
 
 
 def _eplb(counts: Integers, costs: Costs, slots: int) -> Placement:
-    """A device holds at most as many replicas as it owns experts.
-
-    It computes its own tokens for experts that it holds; tokens of other devices go to the replica with the fewest.
-    """
-    experts, devices = counts.shape
-    slots = min(slots, experts // devices)
-    home, loads = owner_ranks(experts, devices), counts.sum(1).astype(np.float64)
-    number, share = np.ones(experts, dtype=np.int64), loads.copy()
-    for _ in range(slots * devices):
-        busiest = int(np.argmax(share))
-        if share[busiest] <= 0:
-            break
-        number[busiest] += 1
-        share[busiest] = loads[busiest] / number[busiest] if number[busiest] < devices else 0.0
-    share = loads / number
-    # Heaviest replicas first, each to the lightest device that has a slot and no replica of it.
-    weight = np.bincount(home, share, minlength=devices)
-    free = np.full(devices, slots)
-    copies: list[list[int]] = [[] for _ in range(experts)]
-    for expert in np.argsort(-share, kind="stable").tolist():
-        for _ in range(int(number[expert]) - 1):
-            fits = [d for d in range(devices) if free[d] and d != home[expert] and d not in copies[expert]]
-            if not fits:
-                break
-            device = min(fits, key=lambda d: (weight[d], d))
-            copies[expert].append(device)
-            weight[device] += share[expert]
-            free[device] -= 1
-    routes, _ = owner_only(counts)
-    for expert, held in enumerate(copies):
-        tokens = {device: int(counts[expert, device]) for device in (int(home[expert]), *held)}
-        for device in np.argsort(-counts[expert], kind="stable").tolist():
-            if device in tokens:
-                routes[expert, device] = device
-                continue
-            least = min(tokens, key=tokens.__getitem__)
-            routes[expert, device] = least
-            tokens[least] += int(counts[expert, device])
-    return make_placement("eplb", counts, costs, (routes, copies))
+    routes, copies, *_ = replicate_experts(torch.from_numpy(counts), native_costs(costs, counts.shape[1]), slots)
+    return make_placement("eplb", counts, costs, (routes.numpy(), copies))
 
 
 METHODS: dict[str, Callable[[Integers, Costs, int], Placement]] = {

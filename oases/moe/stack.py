@@ -16,16 +16,16 @@ from oases.core.execution.executor import Context
 from oases.core.execution.failure import FailsTogether, FailTogether
 from oases.core.execution.gathering import BlockUnit, leaves_of
 from oases.core.execution.group import ProcessGroup, refuse_capture
+from oases.core.execution.piece import BlockParameters
 from oases.core.schedule import Schedule, generate_experts, validate
 from oases.errors import UsageError
-from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWork
+from oases.moe.call import ExpertCall, ExpertExchange, ExpertProgram, ExpertWork
 from oases.moe.cost_measurement import measured_seconds
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
-from oases.moe.exchange import ExpertBlock, ExpertExchange
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
-from oases.moe.recomputation import begin_call
+from oases.moe.state import begin_call
 
 _BYPASSED = (OverlappedMoE, Experts)
 """Modules whose weights a stack reads without a call."""
@@ -33,26 +33,23 @@ _numbers = itertools.count()
 
 
 class ExpertStack(FailsTogether, nn.Module):
-    """Blocks with experts (`ExpertBlock`), whose replica and gradient transfers overlap with other blocks.
+    """Blocks with experts, whose replica and gradient transfers overlap with other blocks.
 
-    schedule: "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose
-    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its
-    received tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts'
-    gradients: 1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks
-    one after another, `after(x, experts(h))` with `x, h = before(x)`, and the same gradients, block by block. Unknown
-    costs are measured in the first training pass, which runs `before` several times more. Input and output: [...,
-    hidden], this rank's own tokens. UsageError for blocks without experts or with different groups, and for a
-    schedule that does not fit them.
+    blocks: modules with an `OverlappedMoE` called experts, and the layers around it: before(x) -> (x, h), h the
+    experts' input and x what bypasses them, and after(x, y) -> the block's output, y the experts' output. schedule:
+    "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose placement
+    is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its received
+    tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts' gradients:
+    1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks one after
+    another and the same gradients, block by block. Unknown costs are measured in the first training pass, which runs
+    `before` several times more. Input and output: [..., hidden], this rank's own tokens. UsageError for blocks
+    without experts or with different groups, and for a schedule that does not fit them.
     """
 
     def __init__(
-        self,
-        blocks: Iterable[nn.Module],
-        *,
-        schedule: str | Schedule = "block_wise",
-        recompute: bool = False,
+        self, blocks: Iterable[nn.Module], *, schedule: str | Schedule = "block_wise", recompute: bool = False,
         gradient_scale: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self._block_list = BlockList(self.blocks)
@@ -88,7 +85,7 @@ class ExpertStack(FailsTogether, nn.Module):
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
         self._units: list[BlockUnit] = []
-        self._known: list[ExpertParameters] | None = None
+        self._known: list[BlockParameters] | None = None
         self._hooks: list[BypassedHooks] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +114,7 @@ class ExpertStack(FailsTogether, nn.Module):
                     if self._units:
                         self._units[number].gather()
                     with torch.random.fork_rng(devices, device_type=x.device.type):
-                        before = partial(cast(ExpertBlock, block).before, x)
+                        before = partial(cast(Any, block).before, x)
                         others[costs] = measured_seconds(before, x.device, group, layer.name)
                     if self._units:
                         self._units[number].release()
@@ -143,7 +140,7 @@ class ExpertStack(FailsTogether, nn.Module):
         differentiable = torch.is_grad_enabled()
         blocks = self._compiled or list(self.blocks)
         if self._known is None or not (self._units or all(each.current for each in self._known)):
-            self._known = [ExpertParameters(block) for block in self.blocks]
+            self._known = [BlockParameters(block) for block in self.blocks]
             self._hooks = [BypassedHooks(block, _BYPASSED, "before() and after()") for block in self.blocks]
         if not self._units:  # FSDP has hooks of its own
             for number, hooks in enumerate(self._hooks):
@@ -162,7 +159,7 @@ class ExpertStack(FailsTogether, nn.Module):
                 exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
             )
         call = ExpertCall(
-            self._program, work, self._known, self._units, monitor=monitor, context=context or Context(),
-            differentiable=differentiable,
+            "ExpertStack", self._program, work, self._known, monitor=monitor, context=context or Context(),
+            units=self._units, differentiable=differentiable, unanimous=(RoutingError,),
         )  # fmt: skip
         return call.apply(x)
