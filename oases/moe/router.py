@@ -147,8 +147,10 @@ class Router(nn.Module):
         if self.z_weight:
             z_loss = logits.logsumexp(-1).square().sum() / max(len(x), 1)
             weights = attached(weights, z_loss, self.z_weight * self.loss_scale)
-        losses = (None if loss is None else loss.detach() for loss in (balance_loss, z_loss))
-        return Routing(experts, weights, counts, demand, kept, *losses, ~preferred.isfinite().all())
+        return Routing(
+            experts, weights, counts, demand, kept, None if balance_loss is None else balance_loss.detach(),
+            None if z_loss is None else z_loss.detach(), ~preferred.isfinite().all(),
+        )  # fmt: skip
 
     @torch.no_grad()
     def note(self, demand: Tensor) -> None:
