@@ -14,7 +14,7 @@ from oases.errors import UsageError
 from oases.graph.trace import trace_configuration
 from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.models.options import Degrees, require_bytes, sizes_of
-from oases.moe.placement_data import owner_ranks
+from oases.moe.placement import owner_ranks
 from oases.plans.balance import balanced_starts
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel, Model

@@ -70,7 +70,6 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.cli.plan_options import counts, parse_bytes
     from oases.core.schedule import format_schedule, parse_schedule, read_schedule
     from oases.graph.trace.configuration import read_configuration
-    from oases.moe.traces import replay
     from oases.planner.recomputation import Recomputation
     from oases.plans.check import check
     from oases.plans.plan import Plan, read_plan
@@ -81,6 +80,7 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.testbed import Backend, link_bytes_per_second
     from oases_train.config import TrainConfig
     from oases_train.logs import StepLog, last_logged_step
+    from oases_train.traces import replay
 
     path = folder / {"yaml": "input.yaml", "record": RECORD}.get(name, "input")
 

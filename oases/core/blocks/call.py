@@ -69,8 +69,6 @@ class StackCall(ScheduledCall):
     needed.
     """
 
-    RECOMPUTE = frozenset({"R", "RC"})
-
     def __init__(
         self, program: BlockProgram, blocks: Sequence[nn.Module], parameters: Sequence[StackParameters],
         units: Sequence[BlockUnit], x: Tensor, inputs: CallInputs, wire: Wire, randomness: Randomness, *,
@@ -237,11 +235,6 @@ class StackCall(ScheduledCall):
             for number, part in zip(numbers, flat.split(sizes), strict=True):
                 self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
         return [self._gradient(number) for number in self._cut[block].replicated]
-
-    def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
-        parameters, unit = self._cut[block], self._units[block] if self._units else None
-        tensors = parameters.whole(None if unit is None else unit.parameters)
-        return [tensors[number] for number in numbers]
 
     def _gradient(self, number: int) -> Tensor | None:
         share, whole = self._shares[number], self._whole[number]
