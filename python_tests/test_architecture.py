@@ -84,8 +84,8 @@ LINES = {
     "oases_staged": 116,
     "oases_svm": 2_067,
     "oases_train": 4_558,
-    "python_tests": 45_820,
-    "reliability": 3_663,
+    "python_tests": 45_866,
+    "reliability": 3_770,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
 PATCHES = 24
