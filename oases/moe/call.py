@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from oases.core.blocks.exchanges import ExchangeWork
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.executor import Context, Program, Step
 from oases.core.execution.failure import FailureMonitor
 from oases.core.execution.gathering import BlockUnit
-from oases.core.execution.piece import BlockParameters, Leaves, RandomStates
+from oases.core.execution.piece import BlockParameters, Leaves
 from oases.core.schedule import Op
 from oases.moe.dispatch import RoutingError
 from oases.moe.exchange import ExpertExchange
+from oases.moe.exchange_work import ExchangeWork, RandomStates
 from oases.moe.layer import OverlappedMoE
 
 _AGAIN = {"RD": "D", "RE": "E", "R": "F"}

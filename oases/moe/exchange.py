@@ -34,7 +34,7 @@ class ExpertBlock(Protocol):
 
 
 class ExpertExchange:
-    """Pieces of a block, see `oases.core.blocks.exchanges`; and its copies, which ops of the same list send.
+    """Pieces of a block, see `oases.moe.exchange_work`; and its copies, which ops of the same list send.
 
     tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the
     experts' gradients.

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.core.execution.communication import WireType, wire_type
-from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.failure import FailsTogether, FailTogether, refuse_capture
 from oases.core.execution.group import (
     ProcessGroup,
     group_name,
     group_of,
     group_rank,
     group_size,
-    refuse_capture,
     resolve,
 )
 from oases.errors import UsageError

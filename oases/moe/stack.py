@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.checks import BlockList, BypassedHooks
+from oases.core.blocks.block_list import BlockList
 from oases.core.execution.executor import Context
-from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.failure import FailsTogether, FailTogether, refuse_capture
 from oases.core.execution.gathering import BlockUnit, leaves_of
-from oases.core.execution.group import ProcessGroup, refuse_capture
-from oases.core.schedule import Schedule, generate_experts, validate
+from oases.core.execution.group import ProcessGroup
+from oases.core.schedule import Schedule, validate
 from oases.errors import UsageError
 from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWork
 from oases.moe.cost_measurement import mean_seconds, measure_costs
@@ -26,6 +26,7 @@ from oases.moe.exchange import ExpertBlock, ExpertExchange
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import begin_call
+from oases.plans.expert_schedules import generate_experts
 
 _BYPASSED = (OverlappedMoE, Experts)
 """Modules whose weights a stack reads without a call."""
@@ -55,7 +56,7 @@ class ExpertStack(FailsTogether, nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self._block_list = BlockList(self.blocks)
+        self._block_list = BlockList([*self.blocks], ExpertParameters, _BYPASSED, "before() and after()")
         if not len(self.blocks):
             raise UsageError("ExpertStack: it has no blocks; give at least 1")
         for number, block in enumerate(self.blocks):
@@ -88,12 +89,6 @@ class ExpertStack(FailsTogether, nn.Module):
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
         self._units: list[BlockUnit] = []
-        self._known: list[ExpertParameters] | None = None
-        self._hooks: list[BypassedHooks] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave caches of this process's parameters out of copies and pickles."""
-        return {**self.__dict__, "_known": None, "_hooks": []}
 
     @property
     def _layers(self) -> list[OverlappedMoE]:
@@ -145,27 +140,20 @@ class ExpertStack(FailsTogether, nn.Module):
         monitor = begin_call(group, self.label, x, training=self.training)
         differentiable = torch.is_grad_enabled()
         blocks = self._compiled or list(self.blocks)
-        if self._known is None or not (self._units or all(each.current for each in self._known)):
-            self._known = [ExpertParameters(block) for block in self.blocks]
-            self._hooks = [BypassedHooks(block, _BYPASSED, "before() and after()") for block in self.blocks]
-        if not self._units:  # FSDP has hooks of its own
-            for number, hooks in enumerate(self._hooks):
-                hooks.refuse(number)
+        parameters = self._block_list.parameters(gathered=bool(self._units))
         with FailTogether(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
-            leaves = leaves_of(self._known, self._units) if differentiable else []
+            leaves = leaves_of(parameters, self._units) if differentiable else []
             exchanges = [
                 ExpertExchange(
                     block, x.numel() // x.shape[-1], copies=self.schedule.copies, gradient_scale=self._gradient_scale
                 )
                 for block in blocks
             ]
-            work = ExpertWork(
-                exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
-            )
+            work = ExpertWork(exchanges, self._program, x.detach(), leaves, parameters, differentiable=differentiable)
         call = ExpertCall(
-            self._program, work, self._known, self._units, monitor=monitor, context=context or Context(),
+            self._program, work, parameters, self._units, monitor=monitor, context=context or Context(),
             differentiable=differentiable,
         )  # fmt: skip
         return call.apply(x)
