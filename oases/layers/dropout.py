@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.core.blocks.block_list import prepare_blocks_by
+from oases.core.blocks.block_list import preparations
 from oases.core.blocks.randomness import drawing, hash_of
 
 
@@ -63,7 +63,7 @@ def adopt_dropouts(blocks: nn.Module) -> None:
             module.shard_dim, module._cut_is_known = None, False
 
 
-prepare_blocks_by(adopt_dropouts)
+preparations.append(adopt_dropouts)
 
 
 def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknown"]) -> Tensor | None:

@@ -58,8 +58,9 @@ class PreNormBlock(nn.Module, ABC):
 
         A stack asks for it, and runs it where it `takes` the tensors.
         """
-        plain = device in FUSED_ON and isinstance(below, PreNormBlock) and _is_plain(below) and _is_plain(self)
-        return JoinedNorm(below, self) if plain else None
+        if device in FUSED_ON and isinstance(below, PreNormBlock) and _is_plain(below) and _is_plain(self):
+            return JoinedNorm(below, self)
+        return None
 
 
 def _is_plain(block: PreNormBlock) -> bool:

@@ -14,6 +14,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
 P = TypeVar("P", bound=BlockParameters)
 
+preparations: list[Callable[[nn.Module], None]] = []
+"""What is done to the blocks of each stack when it is made; `oases.layers` has dropout converted."""
+
 
 class StackParameters(BlockParameters):
     """Parameters of a block, divided into sharded and replicated ones.
@@ -96,20 +99,6 @@ class BlockList(Generic[P]):
 
 def _runs_without_forward(part: nn.Module) -> bool:
     return bool(getattr(part, "runs_without_forward", False))
-
-
-_preparations: list[Callable[[nn.Module], None]] = []
-
-
-def prepare_blocks_by(preparation: Callable[[nn.Module], None]) -> None:
-    """Have the blocks of each stack prepared when it is made, as `oases.layers` does to convert dropout."""
-    _preparations.append(preparation)
-
-
-def prepare(blocks: nn.Module) -> None:
-    """Prepare the blocks of a stack."""
-    for preparation in _preparations:
-        preparation(blocks)
 
 
 def require_blocks(blocks: nn.ModuleList) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.batch import BlockInputs, Given, checked
-from oases.core.blocks.block_list import BlockList, StackParameters, prepare, require_apart, require_blocks
+from oases.core.blocks.block_list import BlockList, StackParameters, preparations, require_apart, require_blocks
 from oases.core.blocks.call import StackCall
 from oases.core.blocks.chooser import Choice, Chooser, SubBatchCount
 from oases.core.blocks.program import BlockProgram
@@ -104,7 +104,8 @@ class OverlappedStack(FailsTogether, nn.Module):
     def _adopt_blocks(self) -> None:
         """Check the blocks and prepare them; drop what is known of earlier ones."""
         require_blocks(self.blocks)
-        prepare(self.blocks)
+        for prepare in preparations:
+            prepare(self.blocks)
         self._block_list = BlockList([*self.blocks], StackParameters)
         self._apart = False  # whether the blocks were found to share no module
         self._programs: dict[tuple[int, str], BlockProgram] = {}  # by the id of the schedule, which they hold

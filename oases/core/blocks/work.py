@@ -258,7 +258,7 @@ class BlockWork:
 
         extent = self._cut.whole_extent if block in self._joint else self._cut.extent
         with _NO_CHANGE if graph else torch.no_grad():
-            if skip_last and traced is not None and hasattr(deferred, "leave_out"):
+            if skip_last and traced is not None and deferred is not None and hasattr(deferred, "leave_out"):
                 deferred.leave_out(
                     traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(*given, *values))
                 )

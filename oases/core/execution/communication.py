@@ -147,10 +147,7 @@ def quantised_type(option: str, given: object, also: str = "") -> str:
     raise UsageError(f"{option} must be {also}{QUANTISED!r} or None, got {given!r:.80}")
 
 
-WIRE_DTYPES: dict[str, WireType | None] = {
-    "none": None,
-    **{name: wire_type(name) for name in WIRE_BYTES},
-}
+WIRE_DTYPES: dict[str, WireType | None] = {"none": None} | {name: wire_type(name) for name in WIRE_BYTES}
 """Communication dtypes by the names that options take."""
 
 

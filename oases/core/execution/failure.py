@@ -108,8 +108,11 @@ class FailureMonitor:
         """Number of the backward pass that is watched."""
         self.process = os.getpid()
         store: Any = _get_process_group_store(world)
+        innermost = store
+        while isinstance(innermost, dist.PrefixStore):
+            innermost = innermost.underlying_store
         # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
-        self._alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(world) == "fake"
+        self._alone = isinstance(innermost, dist.HashStore) or dist.get_backend(world) == "fake"
         # A clone, because a store client is locked while another thread uses it. torchrun's store outlives restarts.
         prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, dist.HashStore() if self._alone else store.clone())
@@ -363,12 +366,6 @@ class _BackwardPass:
         if monitor.watched == self._task and monitor.failure is None:
             cause = f"an exception in a hook or an autograd function; see the output of rank {monitor.rank}"
             monitor.tell(Failure(monitor.rank, self._where, cause))
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def is_out_of_memory(error: BaseException) -> bool:
