@@ -6,14 +6,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from oases.core.dtypes import WIRES
-from oases.core.schedule import format_schedule, read_schedule
-from oases.core.schedule.experts import EXPERT_SCHEDULES
+from oases.core.schedule import format_schedule
 from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPTConfig
 from oases.models.options import ModelOptions, option, require_known
 from oases.moe.placement import METHODS
 from oases.moe.router import GATES
+from oases.plans.expert_schedules import EXPERT_SCHEDULES
+from oases.plans.schedule_files import read_schedule
 from oases.plans.shape import Experts
 
 AUTO_SCHEDULE = "auto"

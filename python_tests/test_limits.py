@@ -13,7 +13,6 @@ from resident_memory import limited_memory
 from oases import cli, testbed
 from oases.core.schedule import PIPELINES, ScheduleError, generate_pipeline
 from oases.core.schedule import generate as generate_schedule
-from oases.core.schedule.experts import generate_experts
 from oases.errors import UsageError
 from oases.launch import fork_server
 from oases.launch.ranks import RankOptions
@@ -22,6 +21,7 @@ from oases.limits import LIMITS, MOST_LOCAL_RANKS, MOST_PLACES, require_numbers
 from oases.models import GPTConfig
 from oases.models.gpt import transformer_blocks
 from oases.models.options import Degrees
+from oases.plans.expert_schedules import generate_experts
 from oases.plans.plan import Plan
 from oases.plans.shape import Experts, ModelShape
 from oases.profile.config import OverlapConfig, ProfileConfig

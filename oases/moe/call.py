@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.exchanges import ExchangeWork
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.executor import Program, Step
-from oases.core.execution.piece import BlockParameters, Leaves, RandomStates, method_of
+from oases.core.execution.piece import BlockParameters, Leaves, method_of
 from oases.core.schedule import Op
 from oases.moe.dispatch import AllToAll, ExpertCounts
+from oases.moe.exchange_work import ExchangeWork, RandomStates
 from oases.moe.forward import ExpertForward
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Routing
@@ -26,7 +26,7 @@ _MOVES = ("share", "wait share", "join", "wait join", "split", "wait split", "re
 
 
 class ExpertExchange:
-    """Pieces of a block, see `oases.core.blocks.exchanges`; and its copies, which ops of the same list send.
+    """Pieces of a block, see `oases.moe.exchange_work`; and its copies, which ops of the same list send.
 
     tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the
     experts' gradients.

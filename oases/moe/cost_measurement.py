@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from oases.core.execution.clock import Clock, synchronize
 from oases.core.execution.communication import WireType
+from oases.core.execution.executor import synchronize
 from oases.core.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.distributed.clock import Clock
 from oases.distributed.collectives import all_reduce
 from oases.moe.costs import Costs
 from oases.moe.dispatch import wire_bytes

@@ -3,7 +3,7 @@
 D devices, E experts, expert e owned by device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), performance
 model, equations (6) and (8). Differences: a link is as busy with sends as with receives, so the larger of both
 counts; links between nodes are counted separately; and parameters are sent in the two rounds of `oases.moe.transfer`,
-which overlap where `oases.core.schedule.experts.block_wise` has them: the first with non-expert compute, the second
+which overlap where `oases.plans.expert_schedules.block_wise` has them: the first with non-expert compute, the second
 with the experts. The paper takes the mean over the devices, and overlaps both with both (`transfer="mean"`). The
 arithmetic is in csrc/experts.cpp, because a search evaluates it thousands of times.
 """

@@ -16,13 +16,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.core.blocks.sharding import Cut
 from oases.core.execution.communication import WireType, wire_type
-from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.failure import FailsTogether, FailTogether, refuse_capture
 from oases.core.execution.group import (
     ProcessGroup,
     group_name,
     group_of,
     group_size,
-    refuse_capture,
     resolve,
 )
 from oases.distributed.collectives import broadcast_shares, gather, scatter

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.checks import BlockList, BypassedHooks
+from oases.core.blocks.block_list import BlockList
 from oases.core.execution.executor import Context
-from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.failure import FailsTogether, FailTogether, refuse_capture
 from oases.core.execution.gathering import BlockUnit, leaves_of
-from oases.core.execution.group import ProcessGroup, refuse_capture
+from oases.core.execution.group import ProcessGroup
 from oases.core.execution.piece import BlockParameters
-from oases.core.schedule import Schedule, generate_experts, validate
+from oases.core.schedule import Schedule, validate
 from oases.errors import UsageError
 from oases.moe.call import ExpertCall, ExpertExchange, ExpertProgram, ExpertWork
 from oases.moe.cost_measurement import measured_seconds
@@ -26,6 +26,7 @@ from oases.moe.dispatch import RoutingError
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
 from oases.moe.state import begin_call
+from oases.plans.expert_schedules import generate_experts
 
 _BYPASSED = (OverlappedMoE, Experts)
 """Modules whose weights a stack reads without a call."""
@@ -52,7 +53,7 @@ class ExpertStack(FailsTogether, nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self._block_list = BlockList(self.blocks)
+        self._block_list = BlockList([*self.blocks], BlockParameters, _BYPASSED, "before() and after()")
         if not len(self.blocks):
             raise UsageError("ExpertStack: it has no blocks; give at least 1")
         for number, block in enumerate(self.blocks):
@@ -85,12 +86,6 @@ class ExpertStack(FailsTogether, nn.Module):
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
         self._units: list[BlockUnit] = []
-        self._known: list[BlockParameters] | None = None
-        self._hooks: list[BypassedHooks] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave caches of this process's parameters out of copies and pickles."""
-        return {**self.__dict__, "_known": None, "_hooks": []}
 
     @property
     def _layers(self) -> list[OverlappedMoE]:
@@ -139,27 +134,20 @@ class ExpertStack(FailsTogether, nn.Module):
         monitor = begin_call(group, self.label, x, training=self.training)
         differentiable = torch.is_grad_enabled()
         blocks = self._compiled or list(self.blocks)
-        if self._known is None or not (self._units or all(each.current for each in self._known)):
-            self._known = [BlockParameters(block) for block in self.blocks]
-            self._hooks = [BypassedHooks(block, _BYPASSED, "before() and after()") for block in self.blocks]
-        if not self._units:  # FSDP has hooks of its own
-            for number, hooks in enumerate(self._hooks):
-                hooks.refuse(number)
+        parameters = self._block_list.parameters(gathered=bool(self._units))
         with FailTogether(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
-            leaves = leaves_of(self._known, self._units) if differentiable else []
+            leaves = leaves_of(parameters, self._units) if differentiable else []
             exchanges = [
                 ExpertExchange(
                     block, x.numel() // x.shape[-1], copies=self.schedule.copies, gradient_scale=self._gradient_scale
                 )
                 for block in blocks
             ]
-            work = ExpertWork(
-                exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
-            )
+            work = ExpertWork(exchanges, self._program, x.detach(), leaves, parameters, differentiable=differentiable)
         call = ExpertCall(
-            "ExpertStack", self._program, work, self._known, monitor=monitor, context=context or Context(),
+            "ExpertStack", self._program, work, parameters, monitor=monitor, context=context or Context(),
             units=self._units, differentiable=differentiable, unanimous=(RoutingError,),
         )  # fmt: skip
         return call.apply(x)

@@ -195,7 +195,7 @@ TRAINING = (
     ),
     Mutation(
         "experts_in_pieces_lose_the_router_gradient",
-        "oases/core/blocks/exchanges.py",
+        "oases/moe/exchange_work.py",
         ".backward([_taken(state), *others], fresh=True)",
         ".backward([_taken(state), *(None for _ in others)], fresh=True)",
         ("autotp/test_balanced_experts.py::test_ten_steps_are_those_of_one_process",),

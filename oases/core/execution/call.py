@@ -259,18 +259,6 @@ def refuse_second_derivatives(name: str) -> None:
         )
 
 
-def refuse_recomputation(name: str) -> None:
-    """Raise RuntimeError in a recomputation, as by torch.utils.checkpoint around a stack.
-
-    The random numbers of a call depend on its number, and its ranks could leave it at other ops.
-    """
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"{name} was called in a backward pass, as by torch.utils.checkpoint around it; leave the checkpoint out "
-            'and give the stack recompute="full", whose recomputation overlaps, too'
-        )
-
-
 def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block: int) -> None:
     if leaves:  # a call without gradients has none
         parameters[block].put(leaves[block].stand_ins)
