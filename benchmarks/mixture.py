@@ -27,7 +27,7 @@ from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
 from oases.moe.costs import Costs
 from oases.moe.placement import make_placement, owner_only, owner_ranks
-from oases.moe.placement_state import MoEStatistics
+from oases.moe.state import MoEStatistics
 from oases.terminal import progress, table
 from oases_bench.command_line import script
 from oases_bench.harness import (

@@ -21,12 +21,12 @@ from rich.console import RenderableType
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.placement import Integers, Placement, owner_ranks, plan
-from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
-from oases_bench.loads import METHODS, rb
+from oases_bench.loads import METHODS, generate, rb
 from oases_train.config import option
+from oases_train.traces import replay
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
 """Concentrations of the generated gates: from a few experts that take all to almost even ones."""

@@ -65,6 +65,12 @@ auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots,
   return described(found, counts.size(0), counts.size(1));
 }
 
+auto replicate_experts(const at::Tensor& counts, const Costs& costs, int64_t slots) {
+  const int64_t experts = counts.size(0), devices = counts.size(1);
+  return described(oases::experts::replicate(whole_numbers(counts), experts, devices, costs, slots), experts,
+                   devices);
+}
+
 auto place_experts(const at::Tensor& counts, const at::Tensor& routes,
                    const std::vector<std::vector<int32_t>>& copies, const Costs& costs) {
   const int64_t experts = counts.size(0), devices = counts.size(1);
@@ -277,6 +283,8 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("search_experts", search_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
              py::arg("effort") = 1.0, "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
+  module.def("replicate_experts", replicate_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
+             "EPLB's placement: the same.");
   module.def("place_experts", place_experts, py::arg("counts"), py::arg("routes"), py::arg("copies"),
              py::arg("costs"), "The same for a given placement.");
 

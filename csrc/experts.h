@@ -93,5 +93,7 @@ class Layer {
 // effort: factor on the search budget. Returns the layer with the placement found.
 Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
              double effort = 1);
+// EPLB's placement, for comparison and as a start of the search.
+Layer replicate(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots);
 
 }  // namespace oases::experts

@@ -15,9 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from oases.core.schedule import EXPERT_SCHEDULES, GENERATORS, PIPELINES, Schedule, generate, generate_experts
-from oases.core.schedule.pipeline import chunks_of, generate_pipeline, in_flight, read_stage
+from oases.core.schedule import GENERATORS, PIPELINES, Schedule, generate
+from oases.core.schedule.pipeline import generate_pipeline
 from oases.core.schedule.tensor import WHOLE, Recompute
+from oases.plans.expert_schedules import EXPERT_SCHEDULES, generate_experts
+from oases.plans.pipelines import chunks_of, in_flight, read_stage
 from oases.simulator import StackCosts, Timeline, simulate
 from oases.simulator.cost import BlockBytes
 from oases.simulator.drawing import COLOURS

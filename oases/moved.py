@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_SCHEDULE = "exchange experts ops pipeline schedule sequence tensor text validate"
-_EXECUTION = "agreement call clock compiled executor failure group piece weight_gradient"
-_BLOCKS = "attention batch checks dropout exchanges fused_norm program randomness sharding stack"
+_SCHEDULE = "ops pipeline schedule sequence tensor text validate"
+_EXECUTION = "call executor failure group piece"
+_BLOCKS = "batch program randomness sharding stack"
 _DISTRIBUTED = (
     "collectives expert_groups fsdp gradient_averaging gradient_clipping gradient_hook guards mesh message_layout "
     "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
@@ -30,24 +30,32 @@ def _kept(home: str, names: str) -> dict[str, str]:
 
 
 MOVED: dict[str, tuple[str, dict[str, str]]] = {
-    "oases.schedule": ("oases.core.schedule", _kept("oases.core.schedule", _SCHEDULE)),
+    "oases.schedule": (
+        "oases.core.schedule",
+        _kept("oases.core.schedule", _SCHEDULE)
+        | dict.fromkeys(("exchange", "experts"), "oases.plans.expert_schedules"),
+    ),
     "oases.execution": (
         "oases.core.execution",
-        _kept("oases.core.execution", _EXECUTION) | {"wire": "oases.core.execution.communication"},
+        _kept("oases.core.execution", _EXECUTION)
+        | {"agreement": "oases.core.execution.failure", "wire": "oases.core.execution.communication"}
+        | {"clock": "oases.distributed.clock"}
+        | dict.fromkeys(("compiled", "weight_gradient"), "oases.layers.weight_gradient"),
     ),
     "oases.parallel": (
         "oases.layers",
         _kept("oases.core.blocks", _BLOCKS)
-        | _kept("oases.layers", "chunks embedding linear loss styles")
+        | _kept("oases.layers", "attention chunks dropout embedding fused_norm linear loss styles")
         | _kept("oases.distributed", _DISTRIBUTED)
         | {
             "autotune": "oases.core.execution.autotune",
+            "checks": "oases.core.blocks.block_list",
+            "exchanges": "oases.moe.exchange_work",
             **dict.fromkeys(("between", "blocks"), "oases.core.blocks.work"),
             "call": "oases.core.blocks.call",
             "tunings": "oases.core.blocks.chooser",
         },
     ),
-    "oases.reporting": ("oases.core.reporting", {}),
     "oases.sparse": ("oases_sparse", _kept("oases_sparse", _SPARSE)),
     "oases.train": (
         "oases_train",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import RenderableType
 
-from oases.core.execution.clock import Clock
+from oases.distributed.clock import Clock
 from oases.errors import UsageError
 from oases.files import write_text
 from oases.kernels import bias_gelu, permute, swiglu

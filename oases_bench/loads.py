@@ -20,13 +20,15 @@ from oases.models.options import option
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
 from oases.moe.placement import Integers, make_placement, owner_only
-from oases.moe.traces import replay
 from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
 from oases.terminal import table
 from oases.testbed.link import link_bytes_per_second
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result
+from oases_train.traces import replay
 
 METHODS = ("none", "faster_moe", "eplb", "prophet")
+DIFFERENCE = 0.1
+"""Standard deviation of the gates of generated devices from the common one, in logits."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,40 @@ def write_loads(path: Path, result: Result) -> None:
         rows=table_rows(result),
         sections=sections,
     )
+
+
+def generate(
+    *,
+    experts: int,
+    devices: int,
+    tokens: int,
+    steps: int = 1,
+    concentration: float = 0.3,
+    drift: float = 0.05,
+    seed: int = 0,
+) -> Iterator[Integers]:
+    """Generate counts [expert, device] of one layer over some steps: a Dirichlet gate with a random walk of its
+    logits.
+
+    tokens: of each device, times top_k. concentration: of the Dirichlet distribution, small for an unbalanced gate.
+    drift: standard deviation of a step of the walk, in logits.
+    """
+    for name, value in (("experts", experts), ("devices", devices), ("steps", steps)):
+        if value < 1:
+            raise UsageError(f"generate: {name} must be at least 1, got {value}")
+    if tokens < 0 or not concentration > 0 or drift < 0:
+        raise UsageError(
+            "generate: tokens and drift must be at least 0 and concentration above 0, got "
+            f"{tokens}, {drift} and {concentration}"
+        )
+    random = np.random.default_rng(seed)
+    logits = np.log(random.dirichlet(np.full(experts, concentration)) + 1e-9)
+    own = DIFFERENCE * random.standard_normal((devices, experts))
+    for _ in range(steps):
+        gates = np.exp(logits + own)
+        gates /= gates.sum(1, keepdims=True)
+        yield np.stack([random.multinomial(tokens, gate) for gate in gates]).T.copy()
+        logits = logits + drift * random.standard_normal(experts)
 
 
 BENCHMARK = Benchmark(

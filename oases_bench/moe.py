@@ -24,7 +24,6 @@ from oases.moe.costs import Costs
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Integers, make_placement, owner_ranks
 from oases.moe.stack import ExpertStack
-from oases.moe.traces import generate
 from oases.terminal import progress, table
 from oases_bench.harness import (
     BenchConfig,
@@ -39,7 +38,7 @@ from oases_bench.harness import (
     timed_step,
     times,
 )
-from oases_bench.loads import PLACEMENT_METHODS, PlacementMethod, rb, read_loads
+from oases_bench.loads import PLACEMENT_METHODS, PlacementMethod, generate, rb, read_loads
 from oases_bench.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
 from oases_train.config import option
 
@@ -262,7 +261,7 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
     assert group is not None
     layer = OverlappedMoE(config.hidden, config.intermediate, config.experts, top_k=config.top_k, placement="none")
     costs = replace(
-        measure_costs(layer.experts.weights, config.tokens, False, group, "measuring"),
+        measure_costs(layer.experts.weights, config.tokens, layer.compute, group, "measuring"),
         token_seconds=config.token_us / 1e6,
         non_expert_seconds=config.non_expert_ms / 1e3,
         backward=_BACKWARD,

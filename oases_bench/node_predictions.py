@@ -9,11 +9,11 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.core.schedule import generate_pipeline
-from oases.core.schedule.pipeline import chunks_of
 from oases.core.schedule.tensor import WHOLE
 from oases.graph.trace import trace_layers
 from oases.planner.predict import Predictor
 from oases.plans.layered import LayeredModel
+from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
 from oases.profile.config import ProfileConfig

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.pipeline.building import DIMENSIONS
 from oases.core.dtypes import WIRES
 from oases.core.schedule import ScheduleError, generate_pipeline
-from oases.core.schedule.pipeline import chunks_of
 from oases.core.schedule.tensor import GENERATORS
 from oases.errors import UsageError
+from oases.plans.pipelines import chunks_of
 from oases.profile.memory import measure_memory
 from oases.terminal import table
 from oases.testbed import Nodes, link_bytes_per_second

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.autotp import parallelize
-from oases.core.execution.clock import Clock
 from oases.core.execution.group import ProcessGroup, group_of
+from oases.distributed.clock import Clock
 from oases.distributed.mesh import Mesh
 from oases.distributed.optimizer import make_optimizer
 from oases.errors import UsageError

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.core.execution.weight_gradient import DeferredGradients, active_deferral
 from oases.errors import UsageError
+from oases.extension import DeferredGradients
 from oases.graph.trace.configuration import configuration
+from oases.layers.weight_gradient import active_deferral
 from oases.plans.layered import LayeredModel
 from oases.plans.plan import Plan, Segment, Stage
 from oases.simulator.cost import BlockTimes

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from oases.core.execution.weight_gradient import DeferredGradients, active_deferral
+from oases.extension import DeferredGradients
+from oases.layers.weight_gradient import active_deferral
 
 _READ = 4096
 """Parameter elements used in the arithmetic; the gradients of the others are zeros, communicated like any other."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oases.core.execution.clock import synchronize
+from oases.core.execution.executor import synchronize
 from oases.kernels.sparse import bitmap_pack
 from oases_sparse.gradient import DenseRows
 from oases_sparse.sketch import Sketch

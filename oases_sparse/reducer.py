@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oases.core.execution.group import all_gather_objects
-from oases.core.reporting import register
 from oases.errors import UsageError
+from oases.reporting import register
 from oases_sparse.costs import Costs, measure
 from oases_sparse.exchange import MODES, Exchange, ReducerSettings, Steps, TensorState
 from oases_sparse.gradient import Form, is_marked, rows_of

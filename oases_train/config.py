@@ -15,12 +15,13 @@ from oases.checkpoint.retention import require_folder
 from oases.core.dtypes import AUTO_LOSSY, QUANTISED
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.piece import require_compiler
-from oases.core.schedule import GENERATORS, PIPELINES, read_schedule
+from oases.core.schedule import GENERATORS, PIPELINES
 from oases.errors import UsageError, make_folder
 from oases.launch.ranks import restart_count
 from oases.limits import flag_of
 from oases.models.options import Degrees, option, require_device, require_known
 from oases.plans.plan import Plan, read_plan
+from oases.plans.schedule_files import read_schedule
 from oases.plans.shape import ModelShape
 from oases_train.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases_train.config_file import config_text, read_values

@@ -6,14 +6,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from oases.core.dtypes import WIRES
-from oases.core.schedule import format_schedule, read_schedule
-from oases.core.schedule.experts import EXPERT_SCHEDULES
+from oases.core.schedule import format_schedule
 from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPTConfig
 from oases.models.options import ModelOptions, option, require_known
-from oases.moe.placement_state import METHODS
+from oases.moe.placement import METHODS
 from oases.moe.router import GATES
+from oases.plans.expert_schedules import EXPERT_SCHEDULES
+from oases.plans.schedule_files import read_schedule
 from oases.plans.shape import Experts
 
 AUTO_SCHEDULE = "auto"
@@ -39,7 +40,7 @@ class ExpertOptions(ModelOptions):
         0.0, "update rate of the router bias (auxiliary-loss-free load balancing); 0 = no bias"
     )
     capacity_factor: float = option(0.0, "capacity factor: maximum tokens per expert over the mean; 0 = no drops")
-    placement: str = option("prophet", "method that replicates busy experts on other ranks", METHODS)
+    placement: str = option("prophet", "method that replicates busy experts on other ranks", tuple(METHODS))
     expert_memory: int = option(-1, "memory for expert replicas per rank and layer, bytes; -1 = unlimited")
     expert_schedule: str = option(
         AUTO_SCHEDULE,

@@ -14,7 +14,7 @@ from oases.core.execution.group import ProcessGroup, all_gather_objects, group_r
 from oases.errors import UsageError, make_folder
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import make_placement, owner_only
-from oases.moe.traces import Recorder, replay
+from oases_train.traces import Recorder, replay
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from oases.core.blocks.sharding import Cut
-from oases.core.execution.clock import Clock
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.distributed.clock import Clock
 from oases.distributed.collectives import all_gather_cut
 from oases.distributed.messages import StageMessages
 

@@ -19,11 +19,11 @@ from rich.table import Table
 from torch import nn
 
 from oases.checkpoint.metadata import Metadata
-from oases.core.execution.clock import synchronize
+from oases.core.execution.executor import synchronize
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
-from oases.core.reporting import Report, Seconds, StepOverlap
 from oases.distributed.collectives import all_reduce
 from oases.plans.plan import Plan, Prediction
+from oases.reporting import Report, Seconds, StepOverlap
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
 from oases.terminal import table

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oases.core.dtypes import AUTO_LOSSY, WIRES
-from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
-from oases.core.schedule.pipeline import chunks_of, parts_on
+from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, recomputed_layers
 from oases.errors import UsageError
 from oases.graph.trace import trace_configuration
 from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.models.options import Degrees, require_bytes, sizes_of
-from oases.moe.placement_data import owner_ranks
+from oases.moe.placement import owner_ranks
 from oases.plans.balance import balanced_starts
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel, Model
+from oases.plans.pipelines import chunks_of, parts_on
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
+from oases.plans.schedule_files import read_schedule
 from oases.plans.shape import ModelShape
 from oases_train.config import TrainConfig, require_fit
 from oases_train.data import Corpus

@@ -23,7 +23,6 @@ from oases.checkpoint.writer import SaveError, write
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
-from oases.core.reporting import Report, report
 from oases.distributed.gradient_clipping import clip_grad_norm
 from oases.distributed.mesh import Mesh
 from oases.errors import SavedExit, UsageError
@@ -31,6 +30,7 @@ from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
 from oases.models.options import sizes_of
 from oases.plans.plan import Plan
+from oases.reporting import Report, report
 from oases_train.callbacks import TrainingCallbacks
 from oases_train.config import TrainConfig
 from oases_train.data import Corpus

@@ -128,3 +128,10 @@ def check_exact(num_blocks, schedule, sub_batches, batch, recompute="none", kind
     stack = make_stack(blocks, group, kind, schedule=schedule, sub_batches=sub_batches, recompute=recompute)
     x, grad = torch.randn(2, batch, 3, WIDTH, dtype=torch.float64)
     compare(stack, blocks, group, x, grad)
+
+
+def sums_per_layer(schedule):
+    """All-reduces per layer of two blocks and sub-batch; a reduce-scatter and an all-gather count as one."""
+    sums = [op for op in schedule.collectives if op.kind != "all_to_all"]
+    halves = sum(2 if op.kind == "all_reduce" else 1 for op in sums)
+    return halves / (schedule.num_blocks * schedule.num_sub_batches)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oases.core.blocks.fused_norm import FUSED_ON
+from oases.layers.fused_norm import FUSED_ON
 
 
 class CalledOps(TorchDispatchMode):

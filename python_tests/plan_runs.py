@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from oases import TrainConfig, Trainer
 from oases.core.blocks.sharding import holders, sharded_parameters
 from oases.core.execution.group import group_rank, group_size
-from oases.core.schedule.pipeline import chunks_of
+from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases_train.config import config_for

@@ -7,7 +7,8 @@ from command_line import fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli
-from oases.core.schedule import format_schedule, generate, generate_experts, generate_pipeline, parse_schedule
+from oases.core.schedule import format_schedule, generate, generate_pipeline, parse_schedule
+from oases.plans.expert_schedules import generate_experts
 from oases.simulator import simulate
 
 LISTS = {

@@ -12,21 +12,23 @@ import torch
 from resident_memory import limited_memory
 
 from oases.cli import plan_options
-from oases.core.schedule import ScheduleError, read_schedule
+from oases.core.schedule import ScheduleError
 from oases.errors import UsageError
 from oases.files import parse_json, read_json, read_lines, read_text, write_text
 from oases.graph.trace.configuration import read_configuration
 from oases.limits import short
-from oases.moe.traces import Recorder, generate, replay
 from oases.plans.plan import read_plan
+from oases.plans.schedule_files import read_schedule
 from oases.safetensors_files import _weight_map as read_index
 from oases.safetensors_files import write_header
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.hardware_file import to_json as hardware_json
+from oases_bench.loads import generate
 from oases_train.config import TrainConfig
 from oases_train.logs import StepLog
 from oases_train.plan import plan_from_degrees
+from oases_train.traces import Recorder, replay
 
 PARSERS = {
     "plan": read_plan,

@@ -13,7 +13,6 @@ from resident_memory import limited_memory
 from oases import cli, testbed
 from oases.core.schedule import PIPELINES, ScheduleError, generate_pipeline
 from oases.core.schedule import generate as generate_schedule
-from oases.core.schedule.experts import generate_experts
 from oases.errors import UsageError
 from oases.launch import fork_server
 from oases.launch.ranks import RankOptions
@@ -22,14 +21,16 @@ from oases.limits import LIMITS, MOST_LOCAL_RANKS, MOST_PLACES, require_numbers
 from oases.models import GPTConfig
 from oases.models.gpt import transformer_blocks
 from oases.models.options import Degrees
-from oases.moe.traces import Recorder, generate
+from oases.plans.expert_schedules import generate_experts
 from oases.plans.plan import Plan
 from oases.plans.shape import Experts, ModelShape
 from oases.profile.config import OverlapConfig, ProfileConfig
 from oases.testbed import Backend
 from oases_bench import command_line as bench_command_line
+from oases_bench.loads import generate
 from oases_train.config import TrainConfig
 from oases_train.plan import Run, least_bytes, plan_from_degrees
+from oases_train.traces import Recorder
 
 MODEL = ["--cluster", "4x3090", "--hidden", "256", "--layers", "2", "--heads", "4", "--sequence", "128"]
 GIVEN = {"plan": [*MODEL, "--global-batch", "8"], "simulate": [*MODEL, "--global-batch", "8", "--tp", "1"]}

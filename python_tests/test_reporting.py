@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import oases
 from oases import OverlappedRowLinear
 from oases.core.execution.group import scheduler_of
-from oases.core.reporting import Report, Row, StepOverlap, names_op
 from oases.launch.ranks import RankOptions, run_ranks
+from oases.reporting import Report, Row, StepOverlap, names_op
 from oases.testbed.backend import Backend
 
 

@@ -68,12 +68,12 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     """The parser, called with an input's bytes. It raises AssertionError where what was read is not read again."""
     from oases.checkpoint.metadata import RECORD, Metadata
     from oases.cli.plan_options import counts, parse_bytes
-    from oases.core.schedule import format_schedule, parse_schedule, read_schedule
+    from oases.core.schedule import format_schedule, parse_schedule
     from oases.graph.trace.configuration import read_configuration
-    from oases.moe.traces import replay
     from oases.planner.recomputation import Recomputation
     from oases.plans.check import check
     from oases.plans.plan import Plan, read_plan
+    from oases.plans.schedule_files import read_schedule
     from oases.safetensors_files import _weight_map
     from oases.simulator.cluster import cluster_called
     from oases.simulator.hardware_file import read_hardware
@@ -81,6 +81,7 @@ def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     from oases.testbed import Backend, link_bytes_per_second
     from oases_train.config import TrainConfig
     from oases_train.logs import StepLog, last_logged_step
+    from oases_train.traces import replay
 
     path = folder / {"yaml": "input.yaml", "record": RECORD}.get(name, "input")
 

@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from oases.core.schedule import GENERATORS, PIPELINES, format_schedule, generate, generate_pipeline
-from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
+from oases.plans.expert_schedules import EXPERT_SCHEDULES, generate_experts
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware_file import to_json as hardware_json
 from oases_train.config import TrainConfig

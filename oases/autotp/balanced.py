@@ -31,14 +31,13 @@ from oases.errors import UsageError
 from oases.kernels.permute import histogram
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
-from oases.moe.dispatch import ExpertCounts, RoutingError, exchange_counts
+from oases.moe.dispatch import ExpertCounts, RoutingError, shard_bounds, start_counts
 from oases.moe.experts import ExpertWeights
 from oases.moe.forward import ExpertForward
-from oases.moe.placement_data import Placement
-from oases.moe.placement_state import METHODS, PlacementState
-from oases.moe.recomputation import is_recomputation
+from oases.moe.gradients import with_gradients
+from oases.moe.placement import Placement, require_method
 from oases.moe.router import Routing
-from oases.moe.token_shards import shard_bounds
+from oases.moe.state import PlacementState, is_recomputation
 
 _STATE = "_oases_balanced"
 """Attribute of an expert module that holds its `BalancedExperts`; private, so that a layer looks the same with it."""
@@ -84,18 +83,6 @@ class BalancedExperts:
         """Context in which an exception is raised on every rank of the experts' group."""
         return FailTogether(monitor_of(group_of(self.groups.expert)), self.name, unanimous=(RoutingError,))
 
-    def begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
-        """Begin a training call: measure costs for the placement, at the first one of these sizes."""
-        placing = self.placing
-        if placing.needs_costs and group is not None:
-            sizes = (self.mlp, *((each.shape, each.dtype) for each in experts.given))
-            if sizes not in self.known:
-                self.known[sizes] = measure_costs(
-                    experts, slots // self.number, self.mlp.run, group, self.name, hidden, self.wire
-                )
-            placing.costs = self.known[sizes]
-        placing.begin(None, None)
-
 
 class TokenExchange:
     """One call of balanced experts.
@@ -114,22 +101,27 @@ class TokenExchange:
         self, x: Tensor, index: Tensor, weights: Tensor, given: Sequence[Tensor]
     ) -> tuple[Tensor, Routing, ExpertWeights]:
         """This rank's share of the tokens, its routing, and the rank's experts."""
-        state, group = self.state, group_of(self.state.groups.expert)
+        state, placing, group = self.state, self.state.placing, group_of(self.state.groups.expert)
         kind, self._tokens, self._result = x.device.type, len(x), x.dtype
         first, last = self._bounds = shard_bounds(len(x), group_of(state.tensor))
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, index, weights, self._dtype = x[first:last].to(dtype), index[first:last], weights[first:last], dtype
         own = self.experts(given)
         learns = state.module.training and not is_recomputation()
+        if learns and placing.needs_costs and group is not None:
+            placing.costs = measure_costs(
+                own, index.numel() // state.number, state.mlp.run, group, state.name, hidden=x.shape[1],
+                wire=state.wire, known=state.known,
+            )  # fmt: skip
         if learns:
-            state.begin(own, len(x) * index.shape[1], x.shape[1], group)
+            placing.begin(None, None)
         counts = histogram(index, state.number, check=False)
         faulty = ((index < 0) | (index >= state.number)).any()
         routing = Routing(index, weights, counts, counts, None, None, None, faulty)
-        setting = state.placing.setting(None)
-        digest = state.placing.state([setting], training=state.module.training, order=self._order)
-        demand = exchange_counts([routing], group, state=digest, label=state.name)
-        state.placing.number += learns
+        setting = placing.setting(None)
+        digest = placing.state([setting], training=state.module.training, order=self._order)
+        (demand,) = start_counts([routing], group, state=digest, label=state.name)()
+        placing.number += learns
         self._learned = demand if learns else None
         self.forward = ExpertForward(
             state.mlp.run, group, demand.counts, setting.placement, x.device, state.name, state.wire
@@ -151,21 +143,9 @@ class TokenExchange:
     def experts(self, given: Sequence[Tensor]) -> ExpertWeights:
         """This rank's experts as they are run: in the type of the tokens, with scaled gradients."""
         scale = self.state.groups.scale
-        scaled = (each if scale == 1 else _Scaled.apply(each, scale) for each in given)
-        return self.state.mlp.weights([each.to(self._dtype) for each in scaled])
-
-
-class _Scaled(torch.autograd.Function):
-    """Identity whose gradient is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.scale, None
+        if scale != 1:
+            given = [with_gradients(lambda grad: [grad * scale], each)[0] for each in given]
+        return self.state.mlp.weights([each.to(self._dtype) for each in given])
 
 
 def balanced_experts(state: BalancedExperts, x: Tensor, index: Tensor, weights: Tensor, *given: Tensor) -> Tensor:
@@ -238,8 +218,7 @@ def expert_options(
     stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. sharded: with fsdp or
     zero over the replicas of a stage. UsageError for an unknown placement and a degree that does not fit.
     """
-    if placement not in METHODS:
-        raise UsageError(f"unknown placement {placement!r}; known are {', '.join(METHODS)}")
+    require_method(placement)
     if stage is not None:
         stages = [stage.members_of(number) for number in range(stage.num_stages)]
     elif isinstance(mesh, DeviceMesh) and mesh.ndim > 1:

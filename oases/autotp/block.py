@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from oases.autotp.balanced import BalancedExperts, TokenExchange, state_of
 from oases.autotp.program import Program, mangled
 from oases.core.blocks.sharding import Cut
 from oases.core.execution.group import HoldsGroup, ProcessGroup
+from oases.core.execution.piece import Leaves
 from oases.moe.dispatch import AllToAll
+from oases.moe.exchange_work import ExchangeWork
+from oases.plans.expert_schedules import exchanging
 
 Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 """(activation of a sub-batch, the call's other leaves for it) -> program."""
@@ -177,13 +180,19 @@ class GraphBlock(HoldsGroup, nn.Module):
         """Result of `prepare` of the whole sequence -> this rank's partial sum."""
         return call.run(self, "part.product", h, (), rest)
 
+    exchanging = staticmethod(exchanging)
+
+    def token_work(self, leaves: list[Leaves], more: Sequence[Leaves], *, differentiable: bool) -> ExchangeWork:
+        """Ops of a call's blocks that send tokens. leaves: stand-ins of parameters; more: of the blocks' inputs."""
+        return ExchangeWork(leaves, more, differentiable=differentiable)
+
     def exchange(self, order: int, call: LayerCall, *rest: Any) -> BlockExchange:
         """The experts of a sub-batch, in three pieces. order: hash of the schedule."""
         return BlockExchange(self, order, call, rest)
 
 
 class BlockExchange:
-    """A sub-batch of a block that sends tokens to experts; see `oases.core.blocks.exchanges`."""
+    """A sub-batch of a block that sends tokens to experts; see `oases.moe.exchange_work`."""
 
     bypasses = True
     dispatch: _Carrier

@@ -68,12 +68,9 @@ def experts(s: Splitter, node: fx.Node) -> Value:
     mlp = known.mlp
     if known.whole:
         s.refused[path] = known.whole
-    if mlp is None:
-        given: tuple[Any, ...] = tuple(s.whole(each) for each in (x, index, weights, *parameters))
-        return Value(s.call(OriginalForward(module, known.names), given, node))
-    if known.whole:
-        given = tuple(s.whole(each) for each in (x, index, weights, *parameters))
-        return Value(s.call(LocalExperts(mlp, 0), given, node))
+    if mlp is None or known.whole:
+        run: Any = OriginalForward(module, known.names) if mlp is None else LocalExperts(mlp, 0)
+        return Value(s.call(run, tuple(s.whole(each) for each in (x, index, weights, *parameters)), node))
     s.experts.extend(names)
     given = (s.entered(x), s.whole(index), s.entered(weights))
     shards = tuple(s.cut(each, 0, (known.number,)) for each in parameters)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.autotp.trace_guard import attributes_of
-from oases.moe.experts import ExpertWeights, compute
+from oases.moe.experts import ExpertWeights, compute, middle_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -73,10 +73,8 @@ class ExpertMlp:
 
     def run(self, rows: Tensor, counts: Sequence[int], weights: ExpertWeights) -> Tensor:
         """Run rows through their experts, as `oases.moe.experts.compute`."""
-        return compute(
-            rows, counts, weights, gated=self.gated, activation=ACTIVATIONS[self.activation],
-            middle=None if self.clamped is None else self._middle, transposed=self.transposed,
-        )  # fmt: skip
+        middle = self._middle if self.clamped else middle_of(self.gated, ACTIVATIONS[self.activation])
+        return compute(rows, counts, weights, middle, transposed=self.transposed)
 
     def _middle(self, rows: Tensor) -> Tensor:
         assert self.clamped is not None

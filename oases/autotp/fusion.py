@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.lowering import block_linear, column_linear
-from oases.core.blocks.fused_norm import FUSED_ON
 from oases.kernels import swiglu
+from oases.layers.fused_norm import FUSED_ON
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _aten = torch.ops.aten

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.splitter import enter, reduce
-from oases.core.blocks.dropout import masked
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
-from oases.core.execution.weight_gradient import linear
 from oases.distributed.collectives import all_reduce
 from oases.distributed.collectives import reduce as summed
+from oases.layers.dropout import masked
 from oases.layers.linear import under_autocast
+from oases.layers.weight_gradient import linear
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
 from oases.autotp.preconditions import checkpoints
-from oases.core.execution.agreement import is_sampled, samples_of
-from oases.core.execution.failure import begin_call, watch_passes
+from oases.core.blocks.randomness import default_generators
+from oases.core.execution.failure import begin_call, is_sampled
 from oases.core.execution.group import (
     ProcessGroup,
     all_gather_objects,
@@ -21,7 +21,8 @@ from oases.core.execution.group import (
     group_of,
     group_size,
 )
-from oases.core.execution.piece import BlockParameters, default_generators
+from oases.core.execution.piece import BlockParameters
+from oases.distributed.failures import watch_passes
 from oases.errors import UsageError
 
 _CAPTURED = ("output_attentions", "output_router_logits")
@@ -130,8 +131,8 @@ class ModelHooks:
         for name, tensor in tensors.items():
             form += [f"shape of {name}", tensor.shape, f"type of {name}", tensor.dtype]
         self._number += 1
-        samples = samples_of(tensors.values()) if is_sampled(self._number) else None
-        begin_call(group, type(model).__name__, tuple(form), samples)
+        sampled = [*tensors.values()] if is_sampled(self._number) else None
+        begin_call(group, type(model).__name__, tuple(form), sampled)
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:

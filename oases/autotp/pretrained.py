@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
-from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, group_rank
+from oases.distributed.failures import raise_together
 from oases.distributed.mesh import run_of
 from oases.distributed.shard_map import ModelTensor, tensors_of_model
 from oases.errors import UsageError

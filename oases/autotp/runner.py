@@ -23,7 +23,6 @@ from oases.autotp.program import Program
 from oases.autotp.signatures import LayerSignature
 from oases.autotp.splitter import ABSENT
 from oases.autotp.standalone import StandaloneForward
-from oases.core.blocks.attention import is_causal_mask
 from oases.core.blocks.batch import BlockInputs
 from oases.core.blocks.chooser import asked_for
 from oases.core.blocks.randomness import hash_of
@@ -341,3 +340,15 @@ class Runner:
         tokens = tuple(call.program.tokens_of(at) for at in range(len(found))) if by_tokens else None
         layer_call = LayerCall(layer.module, programs, parts, call.program if by_tokens else None)
         return BlockInputs((layer_call, *values), (False, *flags), None if tokens is None else (None, *tokens))
+
+
+_CERTAINLY_EXCLUDED = -1e4
+"""Addend of a score from which on its weight is zero, whatever the others are."""
+
+
+def is_causal_mask(mask: Tensor) -> bool:
+    """Whether a mask [..., tokens, tokens] excludes all later tokens, and in no row all tokens. Reads the values."""
+    if mask.dim() < 2 or mask.shape[-2] != mask.shape[-1]:
+        return False
+    allowed = mask if mask.dtype == torch.bool else mask > _CERTAINLY_EXCLUDED
+    return bool(allowed.any(-1).all() & ~allowed.triu(1).any())

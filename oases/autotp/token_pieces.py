@@ -21,7 +21,7 @@ from oases.autotp.lowering import block_linear
 from oases.autotp.op_table import lengths_in
 from oases.autotp.shapes import Split
 from oases.autotp.tokens import Tokens, cuts_of_mask, is_attention, mask_of
-from oases.core.blocks.attention import causal_attention
+from oases.layers.attention import causal_attention
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.gathering import base_of, is_adapted, is_pretrained, materialize_buffers, wire_device
-from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.distributed.failures import raise_together
 from oases.distributed.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
 from oases.safetensors_files import Index, Stored, configuration, stored_tensors

@@ -14,8 +14,8 @@ import oases.checkpoint.retention as retention
 from oases.checkpoint.integrity import find_fault
 from oases.checkpoint.metadata import Metadata, is_checkpoint
 from oases.checkpoint.state import WEIGHTS, Stored, finish_loading, generators, random_name, state_to_load
-from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
+from oases.distributed.failures import raise_together
 from oases.distributed.shard_map import shard_map
 from oases.errors import UsageError
 from oases.safetensors_files import write_header

@@ -33,8 +33,8 @@ from oases.checkpoint.metadata import Metadata, is_checkpoint
 from oases.checkpoint.resume import require_latest, require_seen, valid_checkpoint
 from oases.checkpoint.state import random_streams, state
 from oases.checkpoint.writer import CheckpointWriter
-from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
+from oases.distributed.failures import raise_together
 from oases.distributed.mesh import run_of
 from oases.errors import UsageError
 from oases.files import parse_json

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.core.blocks.randomness import default_generators
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
-from oases.core.execution.piece import default_generators
 from oases.distributed.fsdp import local, rows_of
 from oases.distributed.optimizer import ShardedOptimizer, set_state, state_of, weight_of
 from oases.distributed.shard_map import TensorShard, shard_map

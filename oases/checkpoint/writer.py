@@ -17,8 +17,9 @@ import oases.checkpoint.retention as retention
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
 from oases.checkpoint.state import State
-from oases.core.execution.failure import check, lost_a_rank
+from oases.core.execution.failure import check
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.distributed.failures import lost_a_rank
 from oases.errors import UsageError
 
 PATIENCE_SECONDS = 30.0

@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli.options import write_json
-from oases.core.schedule import (
-    EXPERT_SCHEDULES,
-    GENERATORS,
-    Schedule,
-    Unit,
-    format_schedule,
-    read_schedule,
-    resolve_experts,
-)
+from oases.core.schedule import GENERATORS, Schedule, Unit, format_schedule
 from oases.core.schedule.validate import SORTS
 from oases.errors import UsageError
 from oases.files import write_text
+from oases.plans.expert_schedules import EXPERT_SCHEDULES, resolve_experts
+from oases.plans.schedule_files import read_schedule
 from oases.simulator import Timeline, simulate
 from oases.simulator.quantities import seconds_text
 

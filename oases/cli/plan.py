@@ -12,7 +12,6 @@ from rich.table import Table
 from oases.cli.options import STANDARD_OUTPUT, command, write_result
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.core.dtypes import LOSSY
-from oases.core.schedule.pipeline import name_of
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
@@ -20,6 +19,7 @@ from oases.planner.predict import Predictor
 from oases.planner.space import Space
 from oases.plans.check import require_trainable
 from oases.plans.layered import Model
+from oases.plans.pipelines import name_of
 from oases.plans.plan import Plan, Segment
 from oases.simulator.cluster import described
 from oases.simulator.hardware import Hardware

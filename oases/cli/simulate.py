@@ -12,7 +12,7 @@ from oases.cli import op_lists
 from oases.cli.options import command, is_given, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
-from oases.core.schedule import GENERATORS, WHOLE, ScheduleError, name_or_text
+from oases.core.schedule import GENERATORS, WHOLE, ScheduleError
 from oases.errors import UsageError
 from oases.files import write_text
 from oases.limits import flag_of
@@ -27,6 +27,7 @@ from oases.planner.space import Setting, Space
 from oases.plans.check import require_micro_batches
 from oases.plans.layered import Model
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
+from oases.plans.schedule_files import name_or_text
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, seconds_text
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut
-from oases.core.execution.failure import monitor_of, watch_backward
-from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.core.execution.communication import add_wire, quantised_type
+from oases.core.execution.failure import Form, begin_call, monitor_of, watch_backward
+from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -136,3 +137,27 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         buckets[-1].append(parameter)
         used += parameter.nbytes
     return buckets
+
+
+# --- agreement ---
+
+
+def form_of_input(x: Tensor) -> Form:
+    """Form of a layer's input, for `agreed_group`."""
+    return ("shape of the input", x.shape, "type of the input", x.dtype)
+
+
+def agreed_group(group_name: str, caller: str, code: str | None, option: str = "wire_dtype", about: Form = ()) -> str:
+    """Name of the group that runs a caller's collectives: the one named, or its wire's, see `add_wire`.
+
+    code: "int8" or None. Collective: the ranks compare what they give for this caller before anything is sent.
+    option: what the code was given as. about: more to compare, once for each value, so that inputs of varying sizes
+    do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
+    """
+    group = group_of(group_name)
+    assert group is not None
+    begin_call(group, caller, (option, code, *about), about=about)
+    if code is None:
+        return group_name
+    quantised_type(option, code)
+    return add_wire(group)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.core.execution.communication import agreed_group
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.distributed.collectives import agreed_group
 from oases.plans.plan import BUCKET_BYTES
 
 

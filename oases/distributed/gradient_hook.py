@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oases.core.dtypes import QUANTISED
-from oases.core.execution.communication import agreed_group, quantised_type
+from oases.core.execution.communication import quantised_type
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, resolve
+from oases.distributed.collectives import agreed_group
 from oases.errors import UsageError
 
 _residuals: Any = WeakTensorKeyDictionary()

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.core.execution.clock import Clock
 from oases.core.execution.communication import quantised_type
 from oases.core.execution.failure import begin_call
 from oases.core.execution.group import ProcessGroup, group_name, group_of, scheduler_of
-from oases.core.reporting import Row
 from oases.core.schedule import Op, Schedule, validate
 from oases.core.schedule.ops import crossing
+from oases.distributed.clock import Clock
 from oases.distributed.mesh import Mesh
 from oases.distributed.message_layout import QUANTISABLE, Form, Layout, form_text
 from oases.errors import UsageError
+from oases.reporting import Row
 
 AHEAD = 2
 """Receives posted per lane on the CPU: one in flight while the previous one is read. On an accelerator one, because a

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from oases.core.execution.failure import watch_passes
 from oases.core.execution.group import ProcessGroup, group_name, group_of
 from oases.distributed.expert_groups import averaged_parts
+from oases.distributed.failures import watch_passes
 from oases.distributed.gradient_averaging import GradientAverager
 
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard")

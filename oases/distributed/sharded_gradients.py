@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from oases.core.execution.communication import agreed_group
 from oases.core.execution.group import group_name, scheduler_of
+from oases.distributed.collectives import agreed_group
 from oases.distributed.fsdp import FsdpUnit
 from oases.plans.shape import REDUCED_UNITS
 

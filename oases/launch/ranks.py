@@ -204,7 +204,8 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
 
 def _leave_after(error: Exception, rank: int) -> NoReturn:
     """Exit with the failure: a traceback where it is this rank's own, else a line, and later."""
-    from oases.core.execution.failure import FailedRankError, lost_a_rank
+    from oases.core.execution.failure import FailedRankError
+    from oases.distributed.failures import lost_a_rank
 
     lost = lost_a_rank(error.__cause__ or error)
     if not (lost or (isinstance(error, FailedRankError) and error.failure.rank != rank)):

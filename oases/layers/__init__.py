@@ -3,19 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 import oases.distributed.guards  # noqa: F401  (watches shards of all layers)
-from oases.core.blocks.attention import causal_attention
 from oases.core.blocks.batch import BlockInputs
-from oases.core.blocks.dropout import ParallelDropout
 from oases.core.blocks.sharding import sharded_parameters
 from oases.core.blocks.stack import OverlappedStack
 from oases.core.execution.group import nccl_options
-from oases.core.reporting import Report, report
 from oases.distributed.gradient_clipping import clip_grad_norm
 from oases.distributed.gradient_hook import quantized_hook
 from oases.distributed.optimizer import make_optimizer
+from oases.layers.attention import causal_attention
+from oases.layers.dropout import ParallelDropout
 from oases.layers.embedding import OverlappedEmbedding
 from oases.layers.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.layers.loss import parallel_cross_entropy
+from oases.reporting import Report, report
 
 if TYPE_CHECKING:
     from oases.layers.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel

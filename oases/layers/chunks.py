@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oases.core.execution.autotune import Autotune, cache_key
-from oases.core.execution.clock import synchronize
-from oases.core.execution.group import ProcessGroup, group_of, refuse_capture, scheduler_of
+from oases.core.execution.executor import synchronize
+from oases.core.execution.failure import refuse_capture
+from oases.core.execution.group import ProcessGroup, group_of, scheduler_of
 
 NumChunks = int | Literal["auto"]
 Kind = Literal["column", "row"]

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut, register_shards
-from oases.core.execution.communication import agreed_group, form_of_input
-from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
-from oases.distributed.collectives import gather, reduce
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
+from oases.distributed.collectives import agreed_group, form_of_input, gather, reduce
 from oases.layers.chunks import is_real
-from oases.layers.linear import shard
+from oases.layers.linear import shard, shard_size
 
 
 def require_range(what: str, indices: Tensor, size: int) -> None:

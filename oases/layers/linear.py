@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,12 @@ from torch import Tensor, nn
 
 from oases.core.blocks.sharding import register_shards
 from oases.core.execution.call import refuse_second_derivatives
-from oases.core.execution.communication import agreed_at_trace, agreed_group, form_of_input, quantised_type
-from oases.core.execution.compiled import autocast
+from oases.core.execution.communication import quantised_type
 from oases.core.execution.failure import monitor_of, watch_backward
-from oases.core.execution.group import HoldsGroup, ProcessGroup, group_of, group_rank, group_size, resolve, shard_size
-from oases.core.execution.weight_gradient import linear
-from oases.distributed.collectives import gather, scatter
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_of, group_rank, group_size, resolve
+from oases.distributed.collectives import agreed_group, form_of_input, gather, scatter
 from oases.layers.chunks import Chunks, Kind, NumChunks, is_real
+from oases.layers.weight_gradient import autocast, linear
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
@@ -241,3 +241,32 @@ class OverlappedRowLinear(_OverlappedLinear):
     def partial(self, x: Tensor) -> Tensor:
         """This rank's partial sum, without bias, for a caller that reduces it and adds the bias."""
         return linear(x, self.weight)
+
+
+def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
+    """`size` divided by the group size; ValueError, with the degrees that divide it, where that is not whole."""
+    parts = group_size(process_group)
+    if size % parts:
+        fits = [t for t in range(1, 65) if size % t == 0]
+        raise ValueError(
+            f"{what} is {size}, which does not divide by the tensor-parallel degree {parts}; "
+            f"degrees that divide it: {', '.join(map(str, fits))}"
+        )
+    return size // parts
+
+
+def agreed_at_trace(group_name: str, caller: str, code: str | None) -> str:
+    """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
+    group = group_of(group_name)
+    known = _traced.setdefault(group, {})
+    if (caller, code) not in known:
+        known[caller, code] = agreed_group(group_name, caller, code)
+    return known[caller, code]
+
+
+# As torch.compiler.assume_constant_result marks it, which would load the compiler for all who compile nothing: half
+# as long again as importing torch.
+agreed_at_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDictionary()
+"""Groups of wires that ranks agreed on, by group."""

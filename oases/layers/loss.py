@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oases.core.blocks.sharding import Cut
-from oases.core.execution.communication import agreed_group
 from oases.core.execution.failure import monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
-from oases.distributed.collectives import all_reduce
+from oases.distributed.collectives import agreed_group, all_reduce
 from oases.layers.chunks import is_real
 from oases.layers.embedding import require_range
 

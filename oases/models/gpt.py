@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.core.blocks.fused_norm import PreNormBlock
 from oases.core.execution.executor import Context
-from oases.core.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
+from oases.core.execution.group import HoldsGroup, ProcessGroup, group_size, resolve
 from oases.distributed.fsdp import FsdpUnit
 from oases.distributed.mesh import Mesh
 from oases.distributed.planned_stack import BlockMaker, PlannedStack
@@ -31,6 +30,8 @@ from oases.layers import (
     causal_attention,
     parallel_cross_entropy,
 )
+from oases.layers.fused_norm import PreNormBlock
+from oases.layers.linear import shard_size
 from oases.limits import require_numbers
 from oases.plans.check import check
 from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.execution.group import ProcessGroup, resolve
-from oases.core.schedule.experts import resolve_experts
 from oases.distributed.mesh import Mesh
 from oases.distributed.planned_stack import BlockMaker, PlannedStack
 from oases.models.gpt import Attention, Decoder, GPTConfig, in_order, plan_of_one_stage
@@ -23,6 +22,7 @@ from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
 from oases.plans.check import check
+from oases.plans.expert_schedules import resolve_experts
 from oases.plans.plan import Experts, Plan, Segment
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, cast
 import torch
 
 import oases.records as records
-from oases.core.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
+from oases.core.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
+from oases.plans.schedule_files import read_schedule
 
 BYTES = 256
 """Vocabulary of a model of bytes."""

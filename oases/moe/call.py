@@ -1,25 +1,141 @@
-"""Call of an ExpertStack: the ops of its list on tensors, and its gradients, returned block by block."""
+"""Call of an ExpertStack: the pieces, copies and gradients of its blocks, and the ops of its list on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.exchanges import ExchangeWork
 from oases.core.execution.call import ScheduledCall
-from oases.core.execution.executor import Context, Program, Step
-from oases.core.execution.failure import FailureMonitor
-from oases.core.execution.gathering import BlockUnit
-from oases.core.execution.piece import BlockParameters, Leaves, RandomStates
+from oases.core.execution.executor import Program, Step
+from oases.core.execution.piece import BlockParameters, Leaves, method_of
 from oases.core.schedule import Op
-from oases.moe.dispatch import RoutingError
-from oases.moe.exchange import ExpertExchange
+from oases.moe.dispatch import AllToAll, ExpertCounts
+from oases.moe.exchange_work import ExchangeWork, RandomStates
+from oases.moe.forward import ExpertForward
 from oases.moe.layer import OverlappedMoE
+from oases.moe.router import Routing
+from oases.moe.transfer import Transfer
 
 _AGAIN = {"RD": "D", "RE": "E", "R": "F"}
 """Recomputed piece, by op."""
 _READERS = ("D", "F", "RD", "R", "B", "BF")
+_MOVES = ("share", "wait share", "join", "wait join", "split", "wait split", "return", "wait return")
+
+
+class ExpertExchange:
+    """Pieces of a block, see `oases.moe.exchange_work`; and its copies, which ops of the same list send.
+
+    tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the
+    experts' gradients.
+    """
+
+    bypasses = False
+    dispatch: AllToAll
+    combine: AllToAll
+    _run: ExpertForward
+    _demand: ExpertCounts | None = None
+    _routing: Routing
+    _shape: torch.Size
+    _shapes: list[torch.Size]
+
+    def __init__(self, block: nn.Module, tokens: int, *, copies: bool, gradient_scale: float) -> None:
+        self._before, self._after = method_of(block, "before"), method_of(block, "after")
+        self._layer: OverlappedMoE = block.experts  # type: ignore[assignment]
+        self._setting, self.opened = self._layer.begin(tokens)
+        placement, group = self._setting.placement, self._layer.process_group
+        self.weights, self._transfer = self._layer.experts.weights, None
+        if copies and placement.moved:
+            assert group is not None, "one device has no replicas"
+            self._transfer = Transfer(self.weights, placement, group, self._layer.name)
+        self._gradient_scale, self._waits_for_copies = gradient_scale, copies
+        self._copies: list[Tensor] = []  # parameters, then their gradients
+        self.gradients: list[Tensor] = []
+        """Complete gradients of the owned experts, in the order of `ExpertWeights.given`."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Block's input -> rows to send, what bypasses the routed experts, and the routing's weights."""
+        layer, first = self._layer, self._demand is None
+        x, h = self._before(x)
+        self._shape = h.shape
+        flat = h.reshape(-1, h.shape[-1])
+        routing = layer.routing_of(flat, self._setting)
+        counts = layer.start_counts([routing], [self._setting]) if first else None
+        tokens = layer.shard_tokens(flat)
+        shared = layer.shared_expert(tokens)  # queued before the host waits for the counts
+        if counts is not None:
+            (self._demand,) = counts()
+            self._run = layer.forward_of(self._demand, self._setting.placement, x.device)
+            self._run.transfer = self._transfer
+            self.dispatch, self.combine = self._run.dispatch, self._run.combine
+            self._routing = replace(routing, weights=routing.weights.detach())
+        rows = self._run.route(tokens, routing)
+        if shared is not None:  # bypasses the routed experts and is added to their results
+            x = x + layer.gather_tokens(shared, len(flat)).view(h.shape)
+        return rows, x, routing.weights
+
+    def plan(self) -> None:
+        """Plan the next step's placement."""
+        assert self._demand is not None, "routed before"
+        self._layer.observe(self._run, self._demand, self._routing, self.opened)
+
+    def inputs(self) -> list[Tensor]:
+        """Weights of the owned experts, and of the copies here, for op E."""
+        found, self._copies = [*(weight.detach() for weight in self.weights.given), *self._copies], []
+        self._shapes = [each.shape for each in found]
+        return found
+
+    def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
+        """Received rows, what `route` returned behind its rows, and `inputs` -> rows to send back."""
+        _, _, *given = others
+        number = len(self.weights.given)
+        copies = self.weights.like(given[number:]) if given[number:] else None
+        return self._run.compute(rows, self.weights.like(given[:number]), copies=copies)
+
+    def gather(self, *given: Tensor) -> Tensor:
+        """Rows that came back, and what `route` returned behind its rows -> the block's output."""
+        rows, x, weights = given
+        y = self._layer.gather_tokens(self._run.gather(rows, weights), self._shape[:-1].numel())
+        found: Tensor = self._after(x, y.view(self._shape))
+        return found
+
+    def computed(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of `inputs`, None where no token needed one; later ops send those of copies."""
+        up, number = self.weights.up, len(self.weights.given)
+        every = [
+            up.new_zeros(shape) if gradient is None else gradient.contiguous()
+            for shape, gradient in zip(self._shapes, gradients, strict=True)
+        ]
+        self.gradients, self._copies = every[:number], every[number:]
+        if not self._waits_for_copies:
+            self._finish()
+
+    def move(self, step: Step) -> None:
+        """Run an op of the copies' parameters or gradients; see `oases.core.schedule.experts`."""
+        transfer = self._transfer
+        if transfer is not None:
+            if step.key == "share":
+                transfer.scatter(self.weights.given)
+            elif step.key == "join":
+                transfer.exchange()
+            elif step.key == "wait join":
+                self._copies = transfer.finish()
+            elif step.key == "split":
+                transfer.reduce(self._copies)
+                self._copies = []
+            elif step.key == "return":
+                transfer.gather()
+            elif step.key == "wait return":
+                transfer.collect(self.gradients)
+        if step.key == "wait return":
+            self._finish()
+
+    def _finish(self) -> None:
+        self.gradients = self._layer.summed_over_tensor_ranks(self.gradients)
+        if self._gradient_scale != 1.0:
+            torch._foreach_mul_(self.gradients, self._gradient_scale)
 
 
 class ExpertProgram(Program):
@@ -35,16 +151,6 @@ class ExpertProgram(Program):
         return (op.block,) if ends else ()
 
 
-class ExpertParameters(BlockParameters):
-    """Parameters of a block, with the indices of its experts' weights."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
-        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        layer: OverlappedMoE = block.experts  # type: ignore[assignment]
-        self.experts = [numbers[id(weight)] for weight in layer.experts.weights.given]
-
-
 class ExpertWork:
     """Tensors of one call between ops, and the implementation of each op of an expert schedule.
 
@@ -53,7 +159,7 @@ class ExpertWork:
 
     def __init__(
         self, exchanges: list[ExpertExchange], program: ExpertProgram, x: Tensor, leaves: list[Leaves],
-        parameters: Sequence[ExpertParameters], *, differentiable: bool,
+        parameters: Sequence[BlockParameters], *, differentiable: bool,
     ) -> None:  # fmt: skip
         again = differentiable and bool(program.schedule.recomputed)
         self._tokens = ExchangeWork(
@@ -68,16 +174,17 @@ class ExpertWork:
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
         """Implementation of each op, by `Step.key`."""
-        of = self._of
+        tokens, exchanges, kinds = self._tokens, self._exchanges, ("D", "E", "BF", "BE")
         return {
-            "D": self._do_D, "E": self._do_E, "F": self._do_F, "P": of(ExpertExchange.plan),
+            "D": self._do_D, "F": self._do_F, "BF": self._do_BF,
+            "E": lambda step: tokens.do_E(step.place, *exchanges[step.block].inputs()),
+            "P": lambda step: exchanges[step.block].plan(),
+            "BE": lambda step: exchanges[step.block].computed(tokens.do_BE(step.place)),
+            "B": lambda step: self._g.update({step.block: tokens.input_gradient(step.place)}),
             **dict.fromkeys(_AGAIN, self._do_again),
-            "BF": self._do_BF, "BE": self._do_BE, "B": self._do_B,
-            **{f"all_to_all {kind}": self._tokens.send for kind in ("D", "E", "BF", "BE")},
-            **{f"wait {kind}": self._tokens.wait for kind in ("D", "E", "BF", "BE")},
-            "share": of(ExpertExchange.share), "wait share": _arrives_later, "join": of(ExpertExchange.join),
-            "wait join": of(ExpertExchange.joined), "split": of(ExpertExchange.split), "wait split": _arrives_later,
-            "return": of(ExpertExchange.give_back), "wait return": of(ExpertExchange.given_back),
+            **dict.fromkeys((f"all_to_all {kind}" for kind in kinds), tokens.send),
+            **dict.fromkeys((f"wait {kind}" for kind in kinds), tokens.wait),
+            **dict.fromkeys(_MOVES, lambda step: exchanges[step.block].move(step)),
         }  # fmt: skip
 
     def output(self) -> Tensor:
@@ -105,9 +212,11 @@ class ExpertWork:
     def gradients_of(self, block: int) -> list[Tensor | None]:
         """Complete gradients of a block, by parameter index."""
         found: list[Tensor | None] = self.leaves[block].take(False)
-        for number, gradient in zip(self._parameters[block].experts, self._exchanges[block].gradients, strict=True):
-            found[number] = gradient
-        self._exchanges[block].gradients = []
+        exchange, numbers = self._exchanges[block], map(id, self._parameters[block].parameters)
+        places = {each: number for number, each in enumerate(numbers)}
+        for weight, gradient in zip(exchange.weights.given, exchange.gradients, strict=True):
+            found[places[id(weight)]] = gradient
+        exchange.gradients = []
         return found
 
     def forget(self) -> None:
@@ -117,16 +226,9 @@ class ExpertWork:
         ):  # fmt: skip
             held.clear()
 
-    def _of(self, act: Callable[[ExpertExchange], None]) -> Callable[[Step], None]:
-        exchanges = self._exchanges
-        return lambda step: act(exchanges[step.block])
-
     def _do_D(self, step: Step) -> None:  # noqa: N802
         block = step.block
         self._tokens.do_D(step.place, self._exchanges[block], self._x.pop(block), recomputed=block > 0)
-
-    def _do_E(self, step: Step) -> None:  # noqa: N802
-        self._tokens.do_E(step.place, *self._exchanges[step.block].inputs())
 
     def _do_F(self, step: Step) -> None:  # noqa: N802
         gather, given = self._tokens.arrived(step.place)
@@ -144,54 +246,18 @@ class ExpertWork:
     def _do_BF(self, step: Step) -> None:  # noqa: N802
         self._tokens.begin_backward(step.place, self._tokens.backward("F", step.place, self._g.pop(step.block + 1)))
 
-    def _do_BE(self, step: Step) -> None:  # noqa: N802
-        self._exchanges[step.block].computed(self._tokens.do_BE(step.place))
-
-    def _do_B(self, step: Step) -> None:  # noqa: N802
-        self._g[step.block] = self._tokens.input_gradient(step.place)
-
-
-def _arrives_later(step: Step) -> None:
-    """Nothing: the op that forwards this result waits for it."""
-
 
 class ExpertCall(ScheduledCall):
     """Call of an ExpertStack; used by its autograd nodes and by a pipeline."""
 
-    RECOMPUTE = frozenset(_AGAIN)
-
-    def __init__(
-        self, program: ExpertProgram, work: ExpertWork, parameters: Sequence[ExpertParameters],
-        units: Sequence[BlockUnit], *, monitor: FailureMonitor | None, context: Context, differentiable: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            "ExpertStack", program, work, parameters, monitor=monitor, context=context,
-            units=units, differentiable=differentiable, unanimous=(RoutingError,),
-        )  # fmt: skip
-        self._blocks = work
-
-    def entry_tensors(self) -> list[Tensor]:
-        """Nothing: every parameter belongs to a block."""
-        return []
-
-    def block_tensors(self, block: int) -> list[Tensor]:
-        """Parameters of a block that require gradients."""
-        parameters = self._parameters[block]
-        tensors = parameters.whole(self._units[block].parameters if self._units else None)
-        return [tensors[number] for number in parameters.trained]
+    _work: ExpertWork
 
     def finish_block(self, block: int) -> list[Tensor | None]:
         """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
         with self._together():
             self._run_to(self._ends[block])
-            gradients = self._blocks.gradients_of(block)
+            gradients = self._work.gradients_of(block)
             return [gradients[number] for number in self._parameters[block].trained]
-
-    def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the rest; return the gradient of the input."""
-        with self._together():
-            self._run_to(len(self._backward))
-            return self._blocks.input_gradient(), []
 
     def defer_weights(self) -> None:
         """Nothing: expert schedules have no W op."""

@@ -6,19 +6,21 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from oases.core.execution.clock import Clock, synchronize
 from oases.core.execution.communication import WireType
+from oases.core.execution.executor import synchronize
 from oases.core.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.distributed.clock import Clock
 from oases.distributed.collectives import all_reduce
 from oases.moe.costs import Costs
 from oases.moe.dispatch import wire_bytes
-from oases.moe.experts import ExpertWeights, compute
-from oases.moe.placement_data import Placement, owner_only
+from oases.moe.experts import ExpertWeights
+from oases.moe.forward import Run
+from oases.moe.placement import Placement, owner_only
 from oases.moe.transfer import Transfer
 
 ROWS = 128
@@ -29,67 +31,55 @@ TIMES = 5
 PAUSE = 1.5
 """Pause after a part of a measured transfer, in seconds that it is on the wire."""
 
-Run = Callable[[torch.Tensor, list[int], ExpertWeights], torch.Tensor]
-
 
 @torch.no_grad()
 def measure_costs(
-    weights: ExpertWeights, tokens: int, run: bool | Run, group: ProcessGroup, label: str, hidden: int = 0,
-    wire: WireType | None = None,
+    weights: ExpertWeights, tokens: int, run: Run, group: ProcessGroup, label: str, *, hidden: int = 0,
+    wire: WireType | None = None, known: dict[Any, Costs] | None = None,
 ) -> Costs:  # fmt: skip
     """Costs of a layer without overlap: medians of a few runs, averaged over the ranks, so equal on all.
 
-    weights: of the owned experts. tokens: per owned expert in a call of this rank. run: whether the experts are
-    gated, or their function, as `compute` with rows, counts and weights. hidden: length of a token; 0: as `up` tells.
-    wire: type in which tokens are sent; None: their own.
+    weights: of the owned experts. tokens: per owned expert in a call of this rank. run: function of the experts.
+    hidden: length of a token; 0: as `up` tells. wire: type in which tokens are sent; None: their own. known: costs by
+    sizes of the experts, for layers of one group that share a measurement.
     """
-    like = weights.up
-    size, hidden = group_size(group), hidden or like.shape[2]
-    act = partial(compute, gated=run) if isinstance(run, bool) else run
-    scheduler = scheduler_of(group)
+    known = {} if known is None else known
+    sizes = (wire, *((weight.shape, weight.dtype) for weight in weights.given))
+    if sizes in known:
+        return known[sizes]
+    like, size, scheduler = weights.up, group_size(group), scheduler_of(group)
+    hidden = hidden or like.shape[2]
     rows = like.new_ones((max(1, min(ROWS, tokens)), hidden))
     one = weights.like([weight[:1] for weight in weights.given])
 
-    def exchange(numbers: int) -> Callable[[], object]:
-        part = max(1, numbers // size)
-        going, coming = like.new_zeros(part * size), like.new_empty(part * size)
-        splits = [part] * size
-        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, f"measuring of {label}"))
+    def all_to_all(sent: list[int], received: list[int]) -> Callable[[], object]:
+        going, coming = like.new_zeros(sum(sent)), like.new_empty(sum(received))
+        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, sent, received, f"measuring of {label}"))
 
-    def one_way(numbers: int) -> Callable[[], object]:
-        """All-to-all from each even rank to the next."""
-        rank, splits = scheduler.rank, ([0] * size, [0] * size)
-        if rank ^ 1 < size:
-            splits[rank % 2][rank ^ 1] = numbers
-        going, coming = (like.new_zeros(sum(split)) for split in splits)
-        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, *splits, f"measuring of {label}"))
+    def seconds(act: Callable[[], object], *, largest: bool = False) -> float:
+        return measured_seconds(act, like.device, group, label, largest=largest)
 
     numbers = BYTES // like.element_size()
-    token = _seconds(lambda: act(rows, [len(rows)], one), like.device) / len(rows)
-    latency = _seconds(exchange(size), like.device)
-    whole = _seconds(exchange(numbers), like.device)
-    alone = _seconds(one_way(numbers // 2), like.device)
-    mine = torch.tensor([token, latency, whole, alone], dtype=torch.float64, device=like.device)
-    everyone = mine.new_empty((size, len(mine)))
-    scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
-    token, latency, whole, _ = everyone.mean(0).tolist()
-    alone = everyone[:, 3].max().item()  # the sender finishes before the receiver
+    everyone = [max(1, numbers // size)] * size
+    one_way: tuple[list[int], list[int]] = ([0] * size, [0] * size)  # from each even rank to the next
+    if scheduler.rank ^ 1 < size:
+        one_way[scheduler.rank % 2][scheduler.rank ^ 1] = numbers // 2
+    token = seconds(lambda: run(rows, [len(rows)], one)) / len(rows)
+    latency = seconds(all_to_all([1] * size, [1] * size))
+    whole = seconds(all_to_all(everyone, everyone))
+    alone = seconds(all_to_all(*one_way), largest=True)  # the sender finishes before the receiver
 
     def rate(sent: float, seconds: float) -> float:
         return sent / max(seconds - latency, 0.1 * seconds, 1e-9)
 
     each_way = rate(BYTES * (size - 1) / size, whole)
-    bandwidth = max(each_way, rate(BYTES / 2, alone))
     costs = Costs(
-        token_seconds=token,
-        token_bytes=hidden * wire_bytes(like.dtype, wire),
-        expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
-        bandwidth=bandwidth,
-        both_ways=2 * each_way,
-        latency=latency,
-        scheduled=False,
-    )
-    return replace(costs, handling_seconds=handling_seconds(weights, costs, group, label))
+        token_seconds=token, token_bytes=hidden * wire_bytes(like.dtype, wire),
+        expert_bytes=sum(weight[:1].nbytes for weight in weights.given), latency=latency, scheduled=False,
+        bandwidth=max(each_way, rate(BYTES / 2, alone)), both_ways=2 * each_way,
+    )  # fmt: skip
+    known[sizes] = replace(costs, handling_seconds=handling_seconds(weights, costs, group, label))
+    return known[sizes]
 
 
 @torch.no_grad()
@@ -128,21 +118,19 @@ def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, 
         return seconds
 
     seconds = statistics.median([there_and_back() for _ in range(TIMES + 1)][1:])
-    return _mean(seconds, clock.device, group, label) / (sent + number * sent)  # experts that a rank sends and holds
+    return _agreed(seconds, clock.device, group, label) / (
+        sent + number * sent
+    )  # experts that a rank sends and holds
 
 
 @torch.no_grad()
-def mean_seconds(act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str) -> float:
-    """Seconds of `act`, which all ranks run at once: a median, averaged over the ranks, so equal on all."""
-    return _mean(_seconds(act, device), device, group, label)
+def measured_seconds(
+    act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str, *, largest: bool = False
+) -> float:
+    """Seconds of `act`, which all ranks run at once: a median, averaged over the ranks, so equal on all.
 
-
-def _mean(seconds: float, device: torch.device, group: ProcessGroup, label: str) -> float:
-    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
-    return float(all_reduce(mine, group, f"measuring of {label}")) / group_size(group)
-
-
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    largest: of the slowest rank instead.
+    """
     found = []
     for _ in range(TIMES + 1):
         synchronize(device)
@@ -150,4 +138,10 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
         act()
         synchronize(device)
         found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+    return _agreed(statistics.median(found[1:]), device, group, label, largest=largest)
+
+
+def _agreed(seconds: float, device: torch.device, group: ProcessGroup, label: str, *, largest: bool = False) -> float:
+    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
+    found = float(all_reduce(mine, group, f"measuring of {label}", largest=largest))
+    return found if largest else found / group_size(group)

@@ -3,7 +3,7 @@
 D devices, E experts, expert e owned by device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), performance
 model, equations (6) and (8). Differences: a link is as busy with sends as with receives, so the larger of both
 counts; links between nodes are counted separately; and parameters are sent in the two rounds of `oases.moe.transfer`,
-which overlap where `oases.core.schedule.experts.block_wise` has them: the first with non-expert compute, the second
+which overlap where `oases.plans.expert_schedules.block_wise` has them: the first with non-expert compute, the second
 with the experts. The paper takes the mean over the devices, and overlaps both with both (`transfer="mean"`). The
 arithmetic is in csrc/experts.cpp, because a search evaluates it thousands of times.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import inf, isfinite
-from typing import Any
 
 from oases.errors import UsageError
+from oases.extension import ExpertCosts
 
 TRANSFERS = ("rounds", "mean")
 
@@ -66,17 +66,10 @@ class Costs:
         if self.transfer not in TRANSFERS:
             raise UsageError(f"costs: unknown transfer {self.transfer!r}; known are {', '.join(TRANSFERS)}")
 
-    def native(self, devices: int) -> Any:
-        """ExpertCosts of csrc/experts.cpp for this number of devices. UsageError where they are not whole nodes."""
-        return _native(self, devices)
-
 
 @lru_cache(maxsize=256)
-def _native(costs: Costs, devices: int) -> Any:
-    import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
-
-    from oases.extension import ExpertCosts
-
+def native_costs(costs: Costs, devices: int) -> ExpertCosts:
+    """Costs of csrc/experts.cpp for this number of devices. UsageError where they are not whole nodes."""
     if costs.devices_per_node and devices % costs.devices_per_node:
         raise UsageError(
             f"costs: {devices} devices do not divide into nodes of {costs.devices_per_node}; change devices_per_node"

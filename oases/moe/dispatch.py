@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.core.blocks.sharding import Cut
 from oases.core.dtypes import WIRE_BYTES
 from oases.core.execution.communication import WireType, add_wire
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
-from oases.moe.placement_data import Integers, Placement, owner_ranks
+from oases.moe.placement import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
 
 
@@ -30,19 +31,13 @@ class RoutingError(RuntimeError):
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Gathered counts of a forward pass, equal on all ranks.
+    """Gathered counts of a routing, equal on all ranks.
 
-    counts[expert, device]: slots that are sent. slots[device]: slots before any was dropped. candidates: [n, expert,
-    device], the counts of each candidate routing.
+    counts[expert, device]: slots that are sent. slots[device]: slots before any was dropped.
     """
 
-    candidates: Integers
+    counts: Integers
     slots: Integers
-
-    @property
-    def counts(self) -> Integers:
-        """Counts of the only candidate."""
-        return self.candidates[0]
 
     @property
     def dropped(self) -> int:
@@ -50,22 +45,16 @@ class ExpertCounts:
         return int(self.slots.sum() - self.counts.sum())
 
 
-def exchange_counts(
-    routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
-) -> ExpertCounts:
-    """Gather the counts of all ranks of `group`, by an all-gather of E numbers, and wait for them.
-
-    routings: one, or several candidates where the right one is found by comparison. state: 62-bit number that must be
-    equal on every rank, a digest of state that ranks compute independently. label: the layer's name. RoutingError, on
-    every rank, where gates of any rank are not finite, name no expert, or states differ.
-    """
-    return start_counts(routings, group, state=state, label=label)()
-
-
 def start_counts(
     routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
-) -> Callable[[], ExpertCounts]:
-    """Start `exchange_counts`; call the result for the counts, once. The device computes what is queued meanwhile."""
+) -> Callable[[], list[ExpertCounts]]:
+    """Start to gather the counts of all ranks of `group`, by an all-gather of E numbers.
+
+    Call the result for those of each routing, once; the device computes what is queued meanwhile. routings: one, or
+    several where the right one is found by comparison. state: 62-bit number that must be equal on every rank, a
+    digest of state that ranks compute independently. label: the layer's name. The call raises RoutingError, on every
+    rank, where gates of any rank are not finite, name no expert, or states differ.
+    """
     size = group_size(group)
     counts = torch.stack([routing.counts for routing in routings])
     faulty = torch.stack([routing.faulty for routing in routings]).any()
@@ -83,16 +72,16 @@ def start_counts(
     return lambda: _checked(arrived().numpy(), len(routings), label)
 
 
-def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
+def _checked(found: Integers, routings: int, label: str) -> list[ExpertCounts]:
     """Counts from what the ranks sent, [rank, numbers of `start_counts`]."""
     size = len(found)
     wrong = np.flatnonzero((found[:, :-2] < 0).any(1)).tolist()
     if wrong:
         raise RoutingError(
             f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}, or its "
-            "choice is none of the layer's experts. Check the "
-            "layer's input, the router's weight and its bias there with torch.isfinite, or under "
-            "torch.autograd.set_detect_anomaly; often the learning rate is too high or float16 overflows"
+            "choice is none of the layer's experts. Check the layer's input, the router's weight and its bias there "
+            "with torch.isfinite, or under torch.autograd.set_detect_anomaly; often the learning rate is too high or "
+            "float16 overflows"
         )
     differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
     if differing:
@@ -101,8 +90,13 @@ def _checked(found: Integers, candidates: int, label: str) -> ExpertCounts:
             "must call the same layers equally often, in the same order and mode, with the same costs and placement. "
             "Batches of different sizes may be split into different numbers of sub-batches: give sub_batches=1 then"
         )
-    by_rank = found[:, :-2].reshape(size, candidates, -1)
-    return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
+    counts = np.ascontiguousarray(found[:, :-2].reshape(size, routings, -1).transpose(1, 2, 0))
+    return [ExpertCounts(each, found[:, -2].copy()) for each in counts]
+
+
+def shard_bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
+    """[first, last) of this rank's share of the tokens that a group holds; shares differ by one at most."""
+    return Cut(0, (tokens,)).ranges(group_rank(group), group_size(group))[0]
 
 
 def to_device(array: Integers, device: torch.device) -> Tensor:
@@ -207,14 +201,9 @@ def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
     return kernels.unpermute(rows, source, weights.float(), tokens)
 
 
-def grouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Permute received rows from source order to held-expert order."""
-    return _Reordered.apply(rows, plan.order, plan.inverse)
-
-
-def ungrouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Inverse of `grouped`."""
-    return _Reordered.apply(rows, plan.inverse, plan.order)
+def reordered(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows by index, a permutation with this inverse: from source to held-expert order with those of a plan."""
+    return _Reordered.apply(rows, order, inverse)
 
 
 class AllToAll:
@@ -225,13 +214,9 @@ class AllToAll:
     """
 
     def __init__(
-        self,
-        group: ProcessGroup | None,
-        sent: list[int],
-        received: list[int],
-        label: str,
+        self, group: ProcessGroup | None, sent: list[int], received: list[int], label: str,
         wire: WireType | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._scheduler: Any = None
         self._dtype, self._code = (None, {"wire": wire}) if isinstance(wire, str) else (wire, {})
         if group is not None and group_size(group) > 1:
@@ -298,8 +283,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows by index; the gradient is an index_select, too, because the index is a permutation."""
-
+    # The gradient is an index_select, too, because the index is a permutation.
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -314,10 +298,3 @@ class _Reordered(torch.autograd.Function):
 def wire_bytes(dtype: torch.dtype, wire: WireType | None) -> float:
     """Bytes in which a number of this dtype is sent; quantised, with its part of a block's scale."""
     return WIRE_BYTES[wire] if isinstance(wire, str) else (wire or dtype).itemsize
-
-
-def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: float) -> int:
-    """Bytes that this rank sends to others in one forward pass, for dispatch and combine."""
-    mine = group_rank(group)
-    rows = sum(plan.sent) - plan.sent[mine] + sum(plan.received) - plan.received[mine]
-    return round(rows * row_bytes)

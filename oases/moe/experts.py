@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from oases.core.blocks.sharding import register_shards
 from oases.core.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.errors import UsageError
-from oases.moe.placement_data import owner_ranks
+from oases.moe.gradients import with_gradients
+from oases.moe.placement import owner_ranks
 
 
 class ExpertWeights(NamedTuple):
@@ -53,17 +54,10 @@ class Experts(HoldsGroup, nn.Module):
     down_bias: nn.Parameter | None
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        *,
-        gated: bool = False,
-        bias: bool = False,
-        process_group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        self, hidden: int, intermediate: int, num_experts: int, *, gated: bool = False, bias: bool = False,
+        process_group: ProcessGroup | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if hidden < 1 or intermediate < 1:
             raise UsageError(f"experts: hidden and intermediate must be at least 1, got {hidden} and {intermediate}")
@@ -110,28 +104,9 @@ class Experts(HoldsGroup, nn.Module):
                         drawn = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
                         tensor[index] = drawn.uniform_(-bound, bound, generator=generator)
 
-    @classmethod
-    def from_experts(cls, whole: Experts, *, process_group: ProcessGroup | None = None) -> Experts:
-        """This rank's part of experts that every rank holds in full, without a new random draw."""
-        if whole.local != whole.num_experts:
-            raise UsageError(
-                f"from_experts: {whole.local} of {whole.num_experts} experts are here; give those of one process"
-            )
-        _, width, hidden = whole.up.shape
-        found = cls(
-            hidden, width // 2 if whole.gated else width, whole.num_experts, gated=whole.gated,
-            bias=whole.up_bias is not None, process_group=process_group, device="meta",
-        )  # fmt: skip
-        for name in cls.shard_dims:
-            tensor = getattr(whole, name)
-            if tensor is not None:
-                part = tensor.detach()[found.first : found.first + found.local].clone()
-                setattr(found, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
-        return found
-
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows: [sum of counts, hidden], the first counts[0] for this rank's first expert, and so on."""
-        return compute(rows, counts, self.weights, gated=self.gated)
+        return compute(rows, counts, self.weights, middle_of(self.gated))
 
     def extra_repr(self) -> str:
         """Full sizes, then the expert-parallel degree."""
@@ -141,24 +116,29 @@ class Experts(HoldsGroup, nn.Module):
         )
 
 
+def middle_of(gated: bool, activation: Callable[[Tensor], Tensor] | None = None) -> Callable[[Tensor], Tensor]:
+    """Function between an expert's two matmuls. activation: default as in `Experts`."""
+    activation = activation or (F.silu if gated else F.gelu)
+    if not gated:
+        return activation
+
+    def middle(rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return middle
+
+
 def compute(
-    rows: Tensor,
-    counts: Sequence[int],
-    weights: ExpertWeights,
-    *,
-    gated: bool,
-    grouped: bool | None = None,
-    activation: Callable[[Tensor], Tensor] | None = None,
-    middle: Callable[[Tensor], Tensor] | None = None,
-    transposed: bool = False,
-) -> Tensor:
+    rows: Tensor, counts: Sequence[int], weights: ExpertWeights, middle: Callable[[Tensor], Tensor], *,
+    grouped: bool | None = None, transposed: bool = False,
+) -> Tensor:  # fmt: skip
     """Run rows through their experts: [sum of counts, hidden] -> the same shape.
 
-    counts: rows of each of the L experts, in order; may be 0. grouped: use one grouped matmul for all experts; None:
-    where this torch supports it (`can_group`), else a loop. activation: default as in `Experts`. middle: all that is
-    between the two matmuls, in place of gated and activation. transposed: up is [L, hidden, i or 2 i], down [L, i,
-    hidden]. Every expert's weights get a gradient, zeros for one without rows. UsageError where counts do not have
-    one entry per expert or do not sum to the rows.
+    counts: rows of each of the L experts, in order; may be 0. middle: see `middle_of`. grouped: use one grouped
+    matmul for all experts; None: where this torch supports it (`can_group`), else a loop. transposed: up is [L,
+    hidden, i or 2 i], down [L, i, hidden]. Every expert's weights get a gradient, zeros for one without rows.
+    UsageError where counts do not have one entry per expert or do not sum to the rows.
     """
     counts = list(counts)
     if len(counts) != len(weights.up) or sum(counts) != len(rows):
@@ -168,22 +148,11 @@ def compute(
         )
     if not counts:
         return rows
-    if grouped is None:
-        grouped = can_group(rows, weights)
-    matmul = _grouped_matmul if grouped else _looped_matmul
+    matmul = _grouped_matmul if (can_group(rows, weights) if grouped is None else grouped) else _looped_matmul
     up, down = weights.up, weights.down
     if not transposed:
         up, down = up.transpose(-2, -1), down.transpose(-2, -1)
-    found = matmul(rows, counts, up, weights.up_bias)
-    activation = activation or (F.silu if gated else F.gelu)
-    if middle is not None:
-        found = middle(found)
-    elif gated:
-        gate, up_rows = found.chunk(2, dim=-1)
-        found = activation(gate) * up_rows
-    else:
-        found = activation(found)
-    return matmul(found, counts, down, weights.down_bias)
+    return matmul(middle(matmul(rows, counts, up, weights.up_bias)), counts, down, weights.down_bias)
 
 
 def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
@@ -205,8 +174,8 @@ def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tenso
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if not rows.is_cpu:  # the host waits for a copy from memory that is not pinned
         ends = ends.pin_memory().to(rows.device, non_blocking=True)
-    result = F.grouped_mm(rows.contiguous(), weight, offs=ends)
-    result = _DenseGradient.apply(result)
+    # The grouped matmul rejects gradients with strides of 0, such as those of a sum's.
+    (result,) = with_gradients(lambda grad: [grad.contiguous()], F.grouped_mm(rows.contiguous(), weight, offs=ends))
     if bias is None:
         return result
     return torch.cat([part + b for part, b in zip(result.split(counts), bias.unbind(0), strict=True)])
@@ -217,18 +186,6 @@ def _looped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor
     biases = [None] * len(counts) if bias is None else bias.unbind(0)
     parts = zip(rows.split(counts), weight.unbind(0), biases, strict=True)
     return torch.cat([F.linear(part, w.t(), b) for part, w, b in parts])
-
-
-class _DenseGradient(torch.autograd.Function):
-    """Make gradients contiguous: the grouped matmul rejects strides of 0, such as those of a sum's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.contiguous()
 
 
 class SharedExpert(nn.Module):
@@ -245,10 +202,5 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same shape."""
-        middle = self.up(x)
-        if self.gated:
-            gate, up = middle.chunk(2, dim=-1)
-            y = self.down(F.silu(gate) * up)
-        else:
-            y = self.down(F.gelu(middle))
+        y = self.down(middle_of(self.gated)(self.up(x)))
         return y if self.gate is None else self.gate(x).sigmoid() * y

@@ -19,6 +19,7 @@ from oases.core.execution.group import ProcessGroup
 from oases.distributed.collectives import all_reduce
 from oases.errors import UsageError
 from oases.kernels.permute import histogram
+from oases.moe.gradients import with_gradients
 
 Gate = Literal["softmax", "sigmoid"]
 GATES = ("softmax", "sigmoid")
@@ -42,11 +43,6 @@ class Routing:
     balance_loss: Tensor | None
     z_loss: Tensor | None
     faulty: Tensor
-
-    @property
-    def dropped(self) -> Tensor:
-        """Slots that are not sent, int64 []."""
-        return (self.demand - self.counts).sum()
 
     def part(self, first: int, last: int, weights: Tensor) -> Routing:
         """Routing of tokens [first, last) with the given weights; losses and demand stay those of all tokens."""
@@ -74,21 +70,11 @@ class Router(nn.Module):
     demand: Tensor | None
 
     def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        *,
-        top_k: int = 2,
-        gate: Gate = "softmax",
-        normalised: bool = True,
-        scale: float = 1.0,
-        balance_weight: float = 0.0,
-        z_weight: float = 0.0,
-        bias_update_rate: float = 0.0,
-        capacity_factor: float | None = None,
-        device: torch.device | str | None = None,
+        self, hidden: int, num_experts: int, *, top_k: int = 2, gate: Gate = "softmax", normalised: bool = True,
+        scale: float = 1.0, balance_weight: float = 0.0, z_weight: float = 0.0, bias_update_rate: float = 0.0,
+        capacity_factor: float | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if hidden < 1 or num_experts < 1:
             raise UsageError(f"router: hidden and num_experts must be at least 1, got {hidden} and {num_experts}")
@@ -162,15 +148,9 @@ class Router(nn.Module):
             z_loss = logits.logsumexp(-1).square().sum() / max(len(x), 1)
             weights = attached(weights, z_loss, self.z_weight * self.loss_scale)
         return Routing(
-            experts,
-            weights,
-            counts,
-            demand,
-            kept,
-            None if balance_loss is None else balance_loss.detach(),
-            None if z_loss is None else z_loss.detach(),
-            ~preferred.isfinite().all(),
-        )
+            experts, weights, counts, demand, kept, None if balance_loss is None else balance_loss.detach(),
+            None if z_loss is None else z_loss.detach(), ~preferred.isfinite().all(),
+        )  # fmt: skip
 
     @torch.no_grad()
     def note(self, demand: Tensor) -> None:
@@ -228,18 +208,7 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, top_k={self.top_k}, gate={self.gate!r}"
 
 
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.loss_options = weight, (loss.dtype, loss.device)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        dtype, device = ctx.loss_options
-        return grad, torch.full((), ctx.weight, dtype=dtype, device=device), None
-
-
 def attached(x: Tensor, loss: Tensor, weight: float) -> Tensor:
     """`x`, whose backward pass adds the gradient of `weight * loss`."""
-    return _Attached.apply(x, loss, weight)
+    dtype, device = loss.dtype, loss.device
+    return with_gradients(lambda grad, _: (grad, torch.full((), weight, dtype=dtype, device=device)), x, loss)[0]

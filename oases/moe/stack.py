@@ -11,21 +11,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.checks import BlockList, BypassedHooks
+from oases.core.blocks.block_list import BlockList
 from oases.core.execution.executor import Context
-from oases.core.execution.failure import FailsTogether, FailTogether
+from oases.core.execution.failure import FailsTogether, FailTogether, refuse_capture
 from oases.core.execution.gathering import BlockUnit, leaves_of
-from oases.core.execution.group import ProcessGroup, refuse_capture
-from oases.core.schedule import Schedule, generate_experts, validate
+from oases.core.execution.group import ProcessGroup
+from oases.core.execution.piece import BlockParameters
+from oases.core.schedule import Schedule, validate
 from oases.errors import UsageError
-from oases.moe.call import ExpertCall, ExpertParameters, ExpertProgram, ExpertWork
-from oases.moe.cost_measurement import mean_seconds, measure_costs
+from oases.moe.call import ExpertCall, ExpertExchange, ExpertProgram, ExpertWork
+from oases.moe.cost_measurement import measured_seconds
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
-from oases.moe.exchange import ExpertBlock, ExpertExchange
 from oases.moe.experts import Experts
 from oases.moe.layer import OverlappedMoE
-from oases.moe.recomputation import begin_call
+from oases.moe.state import begin_call
+from oases.plans.expert_schedules import generate_experts
 
 _BYPASSED = (OverlappedMoE, Experts)
 """Modules whose weights a stack reads without a call."""
@@ -33,29 +34,26 @@ _numbers = itertools.count()
 
 
 class ExpertStack(FailsTogether, nn.Module):
-    """Blocks with experts (`ExpertBlock`), whose replica and gradient transfers overlap with other blocks.
+    """Blocks with experts, whose replica and gradient transfers overlap with other blocks.
 
-    schedule: "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose
-    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its
-    received tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts'
-    gradients: 1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks
-    one after another, `after(x, experts(h))` with `x, h = before(x)`, and the same gradients, block by block. Unknown
-    costs are measured in the first training pass, which runs `before` several times more. Input and output: [...,
-    hidden], this rank's own tokens. UsageError for blocks without experts or with different groups, and for a
-    schedule that does not fit them.
+    blocks: modules with an `OverlappedMoE` called experts, and the layers around it: before(x) -> (x, h), h the
+    experts' input and x what bypasses them, and after(x, y) -> the block's output, y the experts' output. schedule:
+    "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose placement
+    is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its received
+    tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts' gradients:
+    1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks one after
+    another and the same gradients, block by block. Unknown costs are measured in the first training pass, which runs
+    `before` several times more. Input and output: [..., hidden], this rank's own tokens. UsageError for blocks
+    without experts or with different groups, and for a schedule that does not fit them.
     """
 
     def __init__(
-        self,
-        blocks: Iterable[nn.Module],
-        *,
-        schedule: str | Schedule = "block_wise",
-        recompute: bool = False,
+        self, blocks: Iterable[nn.Module], *, schedule: str | Schedule = "block_wise", recompute: bool = False,
         gradient_scale: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self._block_list = BlockList(self.blocks)
+        self._block_list = BlockList([*self.blocks], BlockParameters, _BYPASSED, "before() and after()")
         if not len(self.blocks):
             raise UsageError("ExpertStack: it has no blocks; give at least 1")
         for number, block in enumerate(self.blocks):
@@ -88,12 +86,6 @@ class ExpertStack(FailsTogether, nn.Module):
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
         self._units: list[BlockUnit] = []
-        self._known: list[ExpertParameters] | None = None
-        self._hooks: list[BypassedHooks] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave caches of this process's parameters out of copies and pickles."""
-        return {**self.__dict__, "_known": None, "_hooks": []}
 
     @property
     def _layers(self) -> list[OverlappedMoE]:
@@ -105,27 +97,24 @@ class ExpertStack(FailsTogether, nn.Module):
 
         Layers with experts of equal sizes share one measurement.
         """
-        known: dict[tuple[Any, ...], Costs] = {}
+        known: dict[Any, Costs] = {}
+        others: dict[Costs, float] = {}
+        devices = [] if x.device.type == "cpu" else [x.device]
         for number, (block, layer) in enumerate(zip(self.blocks, self._layers, strict=True)):
             if not layer.needs_costs:
                 continue
-            weights, gated = layer.experts.weights, layer.experts.gated
-            sizes = (gated, layer.wire_dtype, *((weight.shape, weight.dtype) for weight in weights.given))
-            if sizes not in known:
-                per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
-                costs = measure_costs(weights, per_expert, gated, group, layer.name, wire=layer.wire_dtype)
-                if self.schedule.name == "block_wise":
-                    before = cast(ExpertBlock, block).before
+            costs = layer.measured(x.numel() // x.shape[-1], group, known)
+            if self.schedule.name == "block_wise":
+                if costs not in others:
                     if self._units:
                         self._units[number].gather()
-                    devices = [] if x.device.type == "cpu" else [x.device]
                     with torch.random.fork_rng(devices, device_type=x.device.type):
-                        seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
+                        before = partial(cast(Any, block).before, x)
+                        others[costs] = measured_seconds(before, x.device, group, layer.name)
                     if self._units:
                         self._units[number].release()
-                    costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
-                known[sizes] = costs
-            layer.costs = replace(known[sizes], leading=block is self.blocks[0])
+                costs = replace(costs, scheduled=True, non_expert_seconds=others[costs])
+            layer.costs = replace(costs, leading=not number)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile `before` and `after` of every block; options: of torch.compile. Parameter names stay."""
@@ -145,27 +134,20 @@ class ExpertStack(FailsTogether, nn.Module):
         monitor = begin_call(group, self.label, x, training=self.training)
         differentiable = torch.is_grad_enabled()
         blocks = self._compiled or list(self.blocks)
-        if self._known is None or not (self._units or all(each.current for each in self._known)):
-            self._known = [ExpertParameters(block) for block in self.blocks]
-            self._hooks = [BypassedHooks(block, _BYPASSED, "before() and after()") for block in self.blocks]
-        if not self._units:  # FSDP has hooks of its own
-            for number, hooks in enumerate(self._hooks):
-                hooks.refuse(number)
+        parameters = self._block_list.parameters(gathered=bool(self._units))
         with FailTogether(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
-            leaves = leaves_of(self._known, self._units) if differentiable else []
+            leaves = leaves_of(parameters, self._units) if differentiable else []
             exchanges = [
                 ExpertExchange(
                     block, x.numel() // x.shape[-1], copies=self.schedule.copies, gradient_scale=self._gradient_scale
                 )
                 for block in blocks
             ]
-            work = ExpertWork(
-                exchanges, self._program, x.detach(), leaves, self._known, differentiable=differentiable
-            )
+            work = ExpertWork(exchanges, self._program, x.detach(), leaves, parameters, differentiable=differentiable)
         call = ExpertCall(
-            self._program, work, self._known, self._units, monitor=monitor, context=context or Context(),
-            differentiable=differentiable,
+            "ExpertStack", self._program, work, parameters, monitor=monitor, context=context or Context(),
+            units=self._units, differentiable=differentiable, unanimous=(RoutingError,),
         )  # fmt: skip
         return call.apply(x)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from oases.core.schedule import WHOLE, exchanging
+from oases.core.schedule import WHOLE
 from oases.errors import UsageError
 from oases.planner.space import Space
+from oases.plans.expert_schedules import exchanging
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
 from oases.plans.shape import AnyKind

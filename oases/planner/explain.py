@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from oases.core.schedule import is_text
-from oases.core.schedule.pipeline import name_of
 from oases.planner.choose import seconds_of
 from oases.planner.predict import LARGEST_PROGRAM, Predictor
 from oases.planner.recomputation import num_layers, recomputing
+from oases.plans.pipelines import name_of
 from oases.plans.plan import Plan, Stage
 from oases.simulator.hardware import Hardware
 from oases.simulator.peaks import peak_flops

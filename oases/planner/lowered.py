@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from oases.core.schedule import Op, Schedule, exchanging
+from oases.core.schedule import Op, Schedule
 from oases.planner.memory import divided
+from oases.plans.expert_schedules import exchanging
 from oases.plans.layered import Model
 from oases.plans.plan import Segment
 from oases.plans.shape import GRADIENT_BYTES, AnyKind

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from oases.core.schedule.pipeline import parts_on, passes, placement_of, read_stage
-from oases.core.schedule.schedule import Lane, lane_of
+from oases.plans.pipelines import Lane, lane_of, parts_on, passes, placement_of, read_stage
 from oases.simulator.engine import run
 from oases.simulator.program import Compute, Contention, Instruction, Program, Start, Wait
 from oases.simulator.timeline import Timeline

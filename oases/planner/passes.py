@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-from oases.core.schedule.pipeline import read_stage
 from oases.errors import UsageError
 from oases.planner.ends import embedding, embedding_backward, exposed, head
 from oases.planner.gradients import AT_THE_END, Gradients, GradientSums
@@ -25,6 +24,7 @@ from oases.planner.memory import (
     stage_state_bytes,
 )
 from oases.planner.pass_costs import OPTIMIZER, SENT, PartCosts, PassCost, StageCosts
+from oases.plans.pipelines import read_stage
 from oases.plans.plan import Part, Plan
 from oases.plans.shape import GRADIENT_BYTES
 from oases.simulator.hardware import Hardware

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from oases.core.schedule.pipeline import resolve_pipeline
 from oases.planner.memory import stage_state_bytes
 from oases.planner.pass_costs import OPTIMIZER, PipelineTimes, StageCosts, peak_bytes, pipeline_times
 from oases.planner.passes import Lowered, StageModel
+from oases.plans.pipelines import resolve_pipeline
 from oases.plans.plan import Plan, Prediction
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oases.core.schedule.pipeline import enough, in_flight
 from oases.errors import UsageError
+from oases.plans.pipelines import enough, in_flight
 from oases.plans.plan import Plan, Stage
 from oases.simulator.quantities import bytes_text
 

@@ -10,11 +10,11 @@ from math import isqrt
 
 from oases.core.dtypes import WIRES
 from oases.core.schedule import PIPELINES
-from oases.core.schedule.pipeline import chunks_of, enough, in_flight, parts_on, passes, read_stage
-from oases.core.schedule.schedule import Pass, StageReading
+from oases.core.schedule.pipeline import Pass
 from oases.errors import UsageError
 from oases.limits import MOST_PLACES
 from oases.plans.layered import Model
+from oases.plans.pipelines import StageReading, chunks_of, enough, in_flight, parts_on, passes, read_stage
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 

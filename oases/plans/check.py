@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterable
 
 from oases.core.schedule import Schedule, is_text
-from oases.core.schedule.experts import resolve_experts
-from oases.core.schedule.pipeline import name_of, require_places, resolve_pipeline
+from oases.core.schedule.pipeline import require_places
 from oases.errors import UsageError
+from oases.plans.expert_schedules import resolve_experts
 from oases.plans.layered import Model
+from oases.plans.pipelines import name_of, resolve_pipeline
 from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import Experts
 

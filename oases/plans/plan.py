@@ -20,12 +20,13 @@ from typing import Annotated, Any
 import oases.records as records
 from oases.core.dtypes import WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
-from oases.core.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes
+from oases.core.schedule.pipeline import require_sizes
 from oases.core.schedule.schedule import stage_of
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
 from oases.plans.layered import Model
+from oases.plans.pipelines import chunks_of, name_of, placement_of
 from oases.plans.segment import AUTO, Segment, Stage, generated
 from oases.plans.shape import Experts, ModelShape
 

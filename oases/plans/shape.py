@@ -247,7 +247,7 @@ class Experts:
     expert, 0 for 4 x hidden. shared_hidden: width of the shared expert, 0 for none. gate: of the router.
     balance_weight, z_weight: weights of its auxiliary losses. bias_update_rate: 0 = no bias. capacity_factor: 0 =
     drops no tokens. placement: method that replicates experts. expert_memory: bytes of one layer's replicas per
-    rank, -1 = unlimited. expert_schedule: name of one in `oases.core.schedule.experts`, or the text of one for a
+    rank, -1 = unlimited. expert_schedule: name of one in `oases.plans.expert_schedules`, or the text of one for a
     segment's layers.
     """
 

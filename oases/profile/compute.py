@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.core.execution.clock import Clock
 from oases.core.execution.communication import NullScheduler
 from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Op, Schedule, generate, validate
+from oases.distributed.clock import Clock
 from oases.layers import OverlappedStack
 from oases.models.gpt import transformer_blocks
 from oases.plans.shape import KINDS

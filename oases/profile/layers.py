@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from oases.autotp import parallelize
 from oases.autotp.pipeline.training import loss_in
 from oases.core.blocks.batch import BlockInputs
-from oases.core.execution.clock import Clock
 from oases.core.execution.communication import NullScheduler
 from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Schedule, generate
+from oases.distributed.clock import Clock
 from oases.errors import UsageError
 from oases.plans.layered import LayeredModel
 from oases.profile.compute import LEAST, apart, op_of, time_of

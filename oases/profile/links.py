@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.core.execution.clock import Clock
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, scheduler_of
+from oases.distributed.clock import Clock
 from oases.errors import UsageError
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.simulator.links import LinkModel, Sample, fit_link

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from oases.core.blocks.chooser import Tuning, candidates, joint_blocks, labelled, waves_of
 from oases.core.execution.autotune import Turn
-from oases.core.execution.clock import synchronize
 from oases.core.execution.communication import NullScheduler, Scheduler
-from oases.core.execution.executor import Context
+from oases.core.execution.executor import Context, synchronize
 from oases.core.execution.group import ProcessGroup, all_gather_objects, scheduler_of
-from oases.core.reporting import names_op
 from oases.core.schedule import Recompute
 from oases.layers import OverlappedStack
 from oases.models.gpt import transformer_blocks
@@ -39,6 +37,7 @@ from oases.profile.overlap_result import (
     core_seconds,
     summarize,
 )
+from oases.reporting import names_op
 from oases.simulator.timeline import Timeline, from_measurements
 
 

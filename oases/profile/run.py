@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.core.execution.clock import Clock
 from oases.core.execution.group import ProcessGroup, all_gather_objects
+from oases.distributed.clock import Clock
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.graph.trace.configuration import (

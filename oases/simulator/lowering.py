@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from oases.core.schedule import Op, Schedule
 from oases.core.schedule.ops import STARTS
-from oases.core.schedule.schedule import lane_of
+from oases.plans.pipelines import lane_of
 from oases.simulator.cost import ExpertCosts, StackCosts
 from oases.simulator.program import Compute, Instruction, Program, Receive, Send, Start, Wait
 

@@ -19,7 +19,7 @@ from oases.autotp.balanced import BalancedExperts
 from oases.core.blocks.sharding import cuts, holders
 from oases.core.execution.group import group_of, scheduler_of
 from oases.distributed.fsdp import local
-from oases.moe.placement_data import Placement, owner_only
+from oases.moe.placement import Placement, owner_only
 
 
 class Wide:

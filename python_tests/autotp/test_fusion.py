@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import oases
 from oases.autotp.fusion import fuse
 from oases.autotp.rewrites import drop_asserts
-from oases.core.blocks.fused_norm import FUSED_ON
+from oases.layers.fused_norm import FUSED_ON
 
 WIDTH = 24
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

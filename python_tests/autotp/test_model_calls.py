@@ -12,7 +12,7 @@ from autotp.plain_models import Block, Plain, loss_of, spec, tokens
 from autotp.zoo import OTHERS, batch, build
 
 import oases
-from oases.core.execution.weight_gradient import DeferredGradients
+from oases.layers.weight_gradient import DeferredGradients
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -9,9 +9,9 @@ import pytest
 from oases.cli import main
 from oases.errors import UsageError
 from oases.moe.placement import make_placement, plan
-from oases.moe.traces import Recorder, generate
 from oases_bench.harness import Ranks
-from oases_bench.loads import LoadsConfig, read_loads, replay_placement, run_loads
+from oases_bench.loads import LoadsConfig, generate, read_loads, replay_placement, run_loads
+from oases_train.traces import Recorder
 
 CONFIG = LoadsConfig(hidden=64, token_us=50.0)
 

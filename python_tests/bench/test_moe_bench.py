@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from oases.errors import UsageError
-from oases.moe.traces import Recorder
 from oases_bench.harness import Ranks
 from oases_bench.loads import PLACEMENT_METHODS
 from oases_bench.moe import ABLATION, ExpertsBenchConfig, run_experts_bench, shown
+from oases_train.traces import Recorder
 
 SMALL = ExpertsBenchConfig(
     blocks=2, experts=4, hidden=16, intermediate=32, tokens=24, token_us=1.0, non_expert_ms=0.1, warmup=1,

@@ -29,8 +29,9 @@ from benchmarks.placements import (
     summary,
 )
 from oases.errors import UsageError
-from oases.moe.traces import Recorder, generate
 from oases_bench.command_line import script
+from oases_bench.loads import generate
+from oases_train.traces import Recorder
 
 SMALL = PlacementsBenchConfig(devices="4", generated=4, tokens=64, optimum=2, optimum_seconds=20.0)
 

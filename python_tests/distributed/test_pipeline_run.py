@@ -12,12 +12,13 @@ from block_examples import WIDTH, make_stack, plain_blocks, plain_forward
 
 from oases.core.blocks.sharding import sharded_parameters
 from oases.core.schedule import Op, ScheduleError
-from oases.core.schedule.pipeline import PIPELINES, chunks_of, generate_pipeline
+from oases.core.schedule.pipeline import PIPELINES, generate_pipeline
 from oases.distributed.mesh import Mesh
 from oases.distributed.messages import StageMessages, crossing, sends_confirmed_by, waiting_for
 from oases.distributed.pipeline import StageRunner
 from oases.errors import UsageError
 from oases.layers.linear import shard
+from oases.plans.pipelines import chunks_of
 
 RUN = sorted(PIPELINES)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-import oases.core.execution.compiled  # noqa: F401  (registers ops)
+import oases.layers.weight_gradient  # noqa: F401  (registers ops)
 
 COLLECTIVES = {"column_linear", "column_linear_backward", "row_linear", "row_linear_backward"}
 DEFERRED = {"deferred_linear", "deferred_linear_backward", "deferred_linear_backward_kept"}

@@ -18,10 +18,25 @@ COSTS = Costs(token_seconds=1e-4, token_bytes=96, expert_bytes=2000, bandwidth=1
 def whole_layer(experts, **options):
     torch.manual_seed(7)
     layer = OverlappedMoE(HIDDEN, WIDTH, experts, dtype=torch.float64, **options)
+    layer.made = experts, options
     with torch.no_grad():
         layer.router.weight *= 8
         layer.router.weight[0] += 1  # uneven loads
     return layer
+
+
+def part_of(whole, **options):
+    """This rank's part of a layer that every rank holds in full."""
+    experts, own = whole.made
+    options = {**own, "process_group": None, **options}
+    with torch.random.fork_rng():
+        found = OverlappedMoE(HIDDEN, WIDTH, experts, dtype=whole.router.weight.dtype, **options)
+    first, last = found.experts.first, found.experts.first + found.experts.local
+    held = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*found.named_parameters(), *found.named_buffers()):
+            tensor.copy_(held[name][first:last] if name.startswith("experts.") else held[name])
+    return found
 
 
 def expert_by_hand(layer, index, x):

@@ -45,14 +45,14 @@ def paced(time, packing, wire, placements):
             placements.append(placement.copies)
             super().__init__(weights, placement, *rest)
 
-        def _start(self, *given):
-            super()._start(*given)
+        def _start(self, *given, **options):
+            super()._start(*given, **options)
             time.now += packing
             self.due = time.now + wire
 
-        def _received(self):
+        def _received(self, *given):
             time.now = max(time.now, self.due)
-            return super()._received()
+            return super()._received(*given)
 
     return Paced
 

@@ -12,10 +12,9 @@ from oases.moe.dispatch import (
     RoutingError,
     by_token,
     dispatch_plan,
-    exchange_counts,
-    grouped,
     permuted,
-    ungrouped,
+    reordered,
+    start_counts,
     wire_bytes,
 )
 from oases.moe.experts import ExpertWeights
@@ -88,7 +87,7 @@ def travel(tokens, experts, top_k, capacity, seed):
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     x, routing = routing_of(rank, tokens[rank], experts, top_k, capacity)
-    demand = exchange_counts([routing], group)
+    (demand,) = start_counts([routing], group)()
     assert demand.counts[:, rank].tolist() == routing.counts.tolist()
     assert demand.slots.tolist() == [top_k * number for number in tokens]
     assert (demand.dropped > 0) == (capacity is not None)
@@ -137,7 +136,7 @@ def travel_on_a_wire(wire):
     rank = dist.get_rank()
     x, routing = routing_of(rank, 40, 4, 2, None)
     x = x.detach().float().requires_grad_()
-    counts = exchange_counts([routing], dist.group.WORLD).counts
+    counts = start_counts([routing], dist.group.WORLD)()[0].counts
     found = []
     for kind in (None, wire):
         scheduler_of(dist.group.WORLD).reset_totals()
@@ -204,10 +203,10 @@ def faulty(victims):
     if rank in victims:
         routing = router(torch.full((5, HIDDEN), float("nan")))
     with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
-        exchange_counts([routing], dist.group.WORLD, label="layers.7")
+        start_counts([routing], dist.group.WORLD, label="layers.7")()
     _, routing = routing_of(rank, 5, 4, 2, None)
     with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another layer, forward pass, mode or placement"):
-        exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
+        start_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)()
 
 
 def test_what_one_rank_finds_all_raise(four_ranks):
@@ -218,8 +217,9 @@ def test_groups_of_rows_and_back():
     counts = np.array([[2, 1], [0, 3]])
     plan = dispatch_plan(counts, random_placement(2, 2, 3), 1, torch.device("cpu"))
     rows = torch.randn(sum(plan.received), 3, requires_grad=True)
-    torch.testing.assert_close(ungrouped(grouped(rows, plan), plan), rows)
-    assert torch.autograd.gradcheck(lambda x: grouped(x, plan), rows.double())
+    back = reordered(reordered(rows, plan.order, plan.inverse), plan.inverse, plan.order)
+    torch.testing.assert_close(back, rows)
+    assert torch.autograd.gradcheck(lambda x: reordered(x, plan.order, plan.inverse), rows.double())
 
 
 class Logged:

@@ -10,11 +10,11 @@ from moe.expert_blocks import COSTS, EXPERTS, HIDDEN, made
 from torch import nn
 
 from oases.core.execution.executor import Context
-from oases.core.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.core.schedule.ops import STARTS
 from oases.errors import UsageError
 from oases.moe.placement import owner_ranks, plan
 from oases.moe.stack import ExpertStack
+from oases.plans.expert_schedules import EXPERT_SCHEDULES, generate_experts
 
 
 def drawn_placement(rng, devices):

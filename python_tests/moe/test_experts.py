@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from oases.errors import UsageError
-from oases.moe.experts import Experts, can_group, compute
+from oases.moe.experts import Experts, can_group, compute, middle_of
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [0, 0, 0, 0], [2, 3, 1, 3]]
 
@@ -37,7 +37,7 @@ def test_runs_of_tokens(gated, bias, counts, grouped, dtype):
     if grouped and not can_group(rows, experts.weights):
         assert dtype is torch.float64 or not hasattr(F, "grouped_mm")
         return
-    y = compute(rows, counts, experts.weights, gated=gated, grouped=grouped)
+    y = compute(rows, counts, experts.weights, middle_of(gated), grouped=grouped)
     expected = by_hand(experts, rows, counts)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}[dtype]
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
@@ -86,29 +86,6 @@ def test_weights_do_not_depend_on_the_ranks(two_ranks, four_ranks):
     assert not torch.equal(whole.up[0], whole.up[1])
 
 
-def cut():
-    torch.manual_seed(5)
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    whole = Experts(8, 6, 4, gated=True, process_group=groups[dist.get_rank()])
-    whole.down.requires_grad_(False)
-    part = Experts.from_experts(whole)
-    first = 2 * dist.get_rank()
-    assert torch.equal(part.up, whole.up[first : first + 2])
-    assert torch.equal(part.down, whole.down[first : first + 2])
-    assert part.up.requires_grad
-    assert not part.down.requires_grad
-    assert part.up_bias is None
-    assert part.shard_dims["up"] == 0
-    with pytest.raises(UsageError, match="2 of 4 experts are here; give those of one process"):
-        Experts.from_experts(part)
-    with pytest.raises(UsageError, match="3 experts do not divide over 2 devices"):
-        Experts(8, 6, 3)
-
-
-def test_a_part_of_given_experts(two_ranks):
-    two_ranks.run(cut)
-
-
 def test_bad_counts():
     experts = Experts(8, 6, 2)
     with pytest.raises(UsageError, match=r"5 rows for 2 experts do not fit counts \[2, 2\]"):
@@ -117,3 +94,12 @@ def test_bad_counts():
         experts(torch.zeros(5, 8), [2, 2, 1])
     with pytest.raises(UsageError, match="must be at least 1, got 8 and 0"):
         Experts(8, 0, 2)
+
+
+def three_over_two():
+    with pytest.raises(UsageError, match="3 experts do not divide over 2 devices"):
+        Experts(8, 6, 3)
+
+
+def test_experts_that_the_ranks_do_not_divide(two_ranks):
+    two_ranks.run(three_over_two)

@@ -7,7 +7,7 @@ from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.forecast import KEEPS, Forecast, Planner
 from oases.moe.placement import make_placement, plan
-from oases.moe.traces import generate
+from oases_bench.loads import generate
 
 COSTS = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
 

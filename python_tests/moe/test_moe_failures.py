@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe.moe_layers import COSTS, HIDDEN, WIDTH, alone, inputs_of, random_placement, whole_layer
+from moe.moe_layers import COSTS, HIDDEN, WIDTH, alone, inputs_of, part_of, random_placement, whole_layer
 
 from oases.core.execution.failure import FailedRankError
 from oases.errors import UsageError
@@ -14,7 +14,7 @@ from oases.moe.placement import Placement
 
 
 def check_not_finite(victim):
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
     x = torch.randn(5, HIDDEN, dtype=torch.float64)
     if dist.get_rank() == victim:
         x[2, 3] = float("nan")
@@ -28,7 +28,7 @@ def test_gates_that_are_not_finite_raise_on_all_ranks(two_ranks):
 
 
 def check_failure_is_told():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
     rank = dist.get_rank()
     x = torch.randn(5, HIDDEN + (rank == 1), dtype=torch.float64)
     with pytest.raises(UsageError if rank == 1 else FailedRankError, match="the input must be"):
@@ -53,7 +53,7 @@ class Fragile(torch.nn.Module):
 def check_failure_under_way(victim, moved):
     """The other ranks have started an all-to-all with uneven rows that the one that failed never starts."""
     rank, tokens = dist.get_rank(), [11, 0, 23, 6]
-    layer = OverlappedMoE.from_whole(whole_layer(8, process_group=alone()), name="layers.3.moe")
+    layer = part_of(whole_layer(8, process_group=alone()), name="layers.3.moe")
     layer.shared = Fragile()
     layer.place(random_placement(8, 4, 1) if moved else None)
     x = inputs_of(rank, tokens)
@@ -71,7 +71,7 @@ def test_a_failure_while_tokens_travel_is_told_to_all(four_ranks, victim, moved)
 
 
 def check_gradient_of_the_input():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.9.moe", costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone()), name="layers.9.moe", costs=COSTS)
     with pytest.raises(UsageError, match="gradient of the input differs between ranks"):
         layer(torch.ones(5, HIDDEN, dtype=torch.float64, requires_grad=dist.get_rank() == 0))
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_an_input_that_needs_a_gradient_on_one_rank_raises_on_all(two_ranks):
 
 
 def check_disagreement():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone()), costs=COSTS)
     layer.place(random_placement(4, 2, dist.get_rank()))
     with pytest.raises(RoutingError, match="rank 1 has another layer, forward pass, mode or placement"):
         layer(torch.ones(5, HIDDEN, dtype=torch.float64))

@@ -5,22 +5,21 @@ import torch
 import torch.distributed as dist
 from moe.expert_blocks import HIDDEN as STACK_HIDDEN
 from moe.expert_blocks import made
-from moe.moe_layers import COSTS, EXACT, HIDDEN, alone, inputs_of, targets_of, whole_layer
+from moe.moe_layers import COSTS, EXACT, HIDDEN, alone, inputs_of, part_of, targets_of, whole_layer
 from torch.utils.checkpoint import checkpoint
 
 from oases.core.schedule.pipeline import PIPELINES, generate_pipeline
 from oases.moe.dispatch import RoutingError
-from oases.moe.layer import OverlappedMoE
-from oases.moe.recomputation import OpenPasses
 from oases.moe.stack import ExpertStack
+from oases.moe.state import OpenPasses
 
 
 def check_checkpoint(experts, tokens, reentrant, together, biased):
     """Recomputation takes the routing and the placement of the forward pass, and nothing is noted twice."""
     options = dict(bias_update_rate=0.3) if biased else {}
     whole = whole_layer(experts, process_group=alone(), **options)
-    plain = OverlappedMoE.from_whole(whole, costs=COSTS)
-    saved = OverlappedMoE.from_whole(whole, costs=COSTS)
+    plain = part_of(whole, costs=COSTS)
+    saved = part_of(whole, costs=COSTS)
 
     def again(x):
         return checkpoint(saved, x, use_reentrant=reentrant)
@@ -66,7 +65,7 @@ def test_checkpoints_compute_the_same_again(two_ranks, reentrant, together, bias
 
 
 def check_recomputation_that_differs():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone()), costs=COSTS)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(30, HIDDEN, dtype=torch.float64, requires_grad=True)
 
@@ -76,7 +75,7 @@ def check_recomputation_that_differs():
     y = checkpoint(noisy, x, use_reentrant=False, preserve_rng_state=False)
     with pytest.raises(RoutingError, match="preserve_rng_state"):
         y.sum().backward()
-    another = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()))
+    another = part_of(whole_layer(4, process_group=alone()))
     y = x * 2
     y.register_hook(lambda _: another(x))
     with pytest.raises(RoutingError, match="no open training pass to recompute"):
@@ -117,7 +116,7 @@ def test_the_state_changes_exactly_when_a_stage_has_no_pass_in_flight(name, warm
 
 def check_without_backward(gradients):
     """Bias and placement after a forward pass to warm up, or one of a step that was skipped, then four steps."""
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone(), bias_update_rate=0.3), costs=COSTS)
+    layer = part_of(whole_layer(4, process_group=alone(), bias_update_rate=0.3), costs=COSTS)
     with torch.set_grad_enabled(gradients):
         layer(inputs_of(dist.get_rank(), [15, 8]))
     micro_batches(layer, layer, [15, 8], True)

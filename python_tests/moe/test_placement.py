@@ -10,7 +10,7 @@ from benchmarks.placements import bound
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.placement import make_placement, plan
-from oases.moe.traces import generate
+from oases_bench.loads import generate
 
 FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
 SLOW = Costs(token_seconds=4e-6, token_bytes=2048, expert_bytes=4 << 20, bandwidth=125e6, non_expert_seconds=5e-3)

@@ -28,7 +28,7 @@ def test_choices_and_weights(gate, normalised, top_k):
     torch.testing.assert_close(routing.weights, 1.5 * weights)
     assert torch.equal(routing.counts, torch.bincount(experts.flatten(), minlength=5))
     assert routing.kept is None
-    assert routing.dropped == 0
+    assert torch.equal(routing.demand, routing.counts)
     assert routing.balance_loss is None
     assert routing.z_loss is None
     assert not routing.faulty
@@ -49,7 +49,7 @@ def test_beyond_capacity_the_lightest_are_dropped(factor):
     _, routing = routed(router, 50)
     capacity = -int(-factor * 100 // 4)
     assert torch.equal(routing.counts, routing.demand.clamp(max=capacity))
-    assert routing.dropped == (~routing.kept).sum() == 100 - routing.counts.sum()
+    assert (routing.demand - routing.counts).sum() == (~routing.kept).sum() == 100 - routing.counts.sum()
     for expert in range(4):
         chosen = routing.experts == expert
         kept, dropped = routing.weights[chosen & routing.kept], routing.weights[chosen & ~routing.kept]

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from oases.core.schedule.pipeline import chunks_of, in_flight
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
 from oases.planner.block_chain import StackTimings
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
+from oases.plans.pipelines import chunks_of, in_flight
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called

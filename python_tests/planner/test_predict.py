@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from oases.core.schedule import Op, format_schedule, generate_pipeline
-from oases.core.schedule.pipeline import chunks_of
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Stage, predict
 from oases.planner.memory import end_parameters, shared_parameters, stage_parameters, stage_state_bytes
+from oases.plans.pipelines import chunks_of
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called

@@ -12,13 +12,13 @@ from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 from benchmarks.sweep import Problem
 from oases.autotp.preconditions import require_runnable
 from oases.core.schedule import generate
-from oases.core.schedule.pipeline import chunks_of
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
 from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.space import Setting
 from oases.plans.check import check
+from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called, described, with_link

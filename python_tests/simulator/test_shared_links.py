@@ -2,8 +2,8 @@
 
 import pytest
 
-from oases.core.schedule.pipeline import chunks_of
 from oases.planner import Plan, Predictor, Segment, Stage
+from oases.plans.pipelines import chunks_of
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from oases.core.schedule import exchanging, generate, generate_pipeline
+from oases.core.schedule import generate, generate_pipeline
+from oases.plans.expert_schedules import exchanging
 from oases.simulator import simulate
 from oases.simulator.cost import BlockTimes, StackCosts
 from oases.simulator.program import Contention

@@ -2,7 +2,8 @@
 
 import pytest
 
-from oases.core.schedule import generate, generate_experts
+from oases.core.schedule import generate
+from oases.plans.expert_schedules import generate_experts
 from oases.simulator import simulate
 from oases.simulator.cost import ExpertCosts
 

@@ -20,7 +20,7 @@ from covering import covering
 
 from oases import TrainConfig, Trainer
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE
-from oases.core.schedule.pipeline import chunks_of
+from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.testing import RankPool

@@ -15,12 +15,12 @@ from oases import TrainConfig, Trainer
 from oases.checkpoint.files import export
 from oases.errors import UsageError
 from oases.models.options import Degrees
-from oases.moe.traces import Recorder, replay
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases_train.config import config_for
 from oases_train.load_balance import LoadBalance
 from oases_train.plan import Run, num_ranks, plan_from_degrees, resolve_degrees
+from oases_train.traces import Recorder, replay
 
 
 def trained(corpus, **changes):

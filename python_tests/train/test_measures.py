@@ -14,11 +14,11 @@ import torch.distributed as dist
 from oases import TrainConfig, Trainer
 from oases.core.execution.communication import add_wire
 from oases.core.execution.group import scheduler_of
-from oases.core.reporting import register
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.reporting import register
 from oases.simulator import simulate
 from oases.simulator.peaks import peak_flops
 from oases_bench.pipeline import PipelineBenchConfig, _Contestant

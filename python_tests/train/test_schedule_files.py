@@ -7,8 +7,8 @@ from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
 from oases.core.schedule import ScheduleError, format_schedule, generate, generate_pipeline
-from oases.core.schedule.experts import generate_experts
 from oases.errors import UsageError
+from oases.plans.expert_schedules import generate_experts
 from oases.plans.plan import Plan
 from oases_train.plan import Run
 

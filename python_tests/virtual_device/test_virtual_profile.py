@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.core.execution.clock import Clock
+from oases.distributed.clock import Clock
 from oases.profile.compute import BlockBench
 from oases.profile.config import ProfileConfig
 

@@ -45,7 +45,7 @@ CHOICES = (
     ),
     Mutation(
         "report_counts_a_late_wait_as_overlap",
-        "oases/core/reporting.py",
+        "oases/reporting.py",
         "max(totals.blocked_seconds, totals.link_seconds * at_once)",
         "totals.blocked_seconds",
         ("test_reporting.py",),
@@ -61,7 +61,7 @@ CHOICES = (
     ),
     Mutation(
         "hidden_seconds_of_what_was_exposed",
-        "oases/core/reporting.py",
+        "oases/reporting.py",
         "return max(0.0, self.link_seconds - self.blocked_seconds)",
         "return self.link_seconds",
         ("test_reporting.py",),
@@ -69,7 +69,7 @@ CHOICES = (
     ),
     Mutation(
         "report_hidden_share",
-        "oases/core/reporting.py",
+        "oases/reporting.py",
         "return max(0.0, 1.0 - self.blocked_seconds / self.link_seconds)",
         "return min(1.0, self.blocked_seconds / self.link_seconds)",
         ("test_reporting.py",),

@@ -41,7 +41,7 @@ EXECUTION = (
     Mutation(
         "executor_swaps_sub_batches_of_c",
         "oases/core/blocks/work.py",
-        "            self._h[following] = out\n",
+        "            self._h[block + 1, s] = out\n",
         "            self._h[block + 1, self._cut.number - 1 - s] = out\n",
         (STACK,),
         "The result of op C goes to another sub-batch of the next block.",
@@ -198,7 +198,7 @@ EXECUTION = (
     ),
     Mutation(
         "v_has_no_turn",
-        "oases/core/schedule/schedule.py",
+        "oases/plans/pipelines.py",
         '    back = placement == "v" and part // num_stages % 2 == 1\n',
         "    back = False\n",
         ("simulator/test_simulate.py::test_parts_on_the_way_back_send_the_other_way",),
@@ -214,7 +214,7 @@ EXECUTION = (
     ),
     Mutation(
         "experts_sent_exposed",
-        "oases/core/schedule/experts.py",
+        "oases/plans/expert_schedules.py",
         "    ops = [\n        *forward(),\n",
         '    ops = [\n        *_forward(num_blocks, lambda b: (*_exposed("share", b), *_exposed("join", b))),\n',
         ("core/schedule/test_expert_schedules.py",),
@@ -286,7 +286,7 @@ EXECUTION = (
     ),
     Mutation(
         "dropout_masks_reused",
-        "oases/core/blocks/randomness.py",
+        "oases/layers/dropout.py",
         'f"{draws.key} mask {draws.count}{own}"',
         'f"{draws.key} mask{own}"',
         ("core/blocks/test_randomness.py",),
@@ -364,7 +364,7 @@ EXECUTION = (
     ),
     Mutation(
         "exchange_waits_for_tokens_at_once",
-        "oases/core/schedule/exchange.py",
+        "oases/plans/expert_schedules.py",
         "        if 0 < now <= len(order):\n            s = order[now - 1]\n",
         "        if now < len(order):\n            s = order[now]\n",
         ("core/schedule/test_exchange.py::test_an_all_to_all_is_hidden_under_other_sub_batches",),

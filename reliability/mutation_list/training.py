@@ -145,7 +145,7 @@ TRAINING = (
     ),
     Mutation(
         "experts_wrong_owner",
-        "oases/moe/placement_data.py",
+        "oases/moe/placement.py",
         "return np.repeat(np.arange(devices), experts // devices)",
         "return np.tile(np.arange(devices), experts // devices)",
         ("moe/test_dispatch.py", "moe/test_moe_layer.py"),
@@ -162,15 +162,15 @@ TRAINING = (
     Mutation(
         "experts_copy_gradient_forgotten",
         "oases/moe/transfer.py",
-        "                parts[piece.row].append((holder, numbers))\n",
-        "                continue\n",
+        "            parts[piece.row].append((holder, numbers))\n",
+        "            continue\n",
         (TRANSFER,),
         "The gradient of an expert lacks those of other ranks' replicas.",
     ),
     Mutation(
         "experts_layer_not_compared",
-        "oases/moe/placement_state.py",
-        'f"{self._layer}\\n{training}\\n{self.number}\\n{order}"',
+        "oases/moe/state.py",
+        'f"{self.layer}\\n{training}\\n{self.number}\\n{order}"',
         'f"{training}\\n{self.number}\\n{order}"',
         ("moe/test_moe_failures.py::test_layers_called_in_another_order_raise",),
         "Tokens for one layer's experts go to those of another where ranks call layers in another order.",
@@ -195,7 +195,7 @@ TRAINING = (
     ),
     Mutation(
         "experts_in_pieces_lose_the_router_gradient",
-        "oases/core/blocks/exchanges.py",
+        "oases/moe/exchange_work.py",
         ".backward([_taken(state), *others], fresh=True)",
         ".backward([_taken(state), *(None for _ in others)], fresh=True)",
         ("autotp/test_balanced_experts.py::test_ten_steps_are_those_of_one_process",),

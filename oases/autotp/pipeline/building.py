@@ -17,10 +17,10 @@ from oases.autotp.pipeline.stages import Division, balanced_counts, divide
 from oases.autotp.pipeline.units import Units, take_stage
 from oases.autotp.preconditions import options_of, require_runnable
 from oases.core.schedule import Schedule
-from oases.core.schedule.pipeline import resolve_pipeline
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
 from oases.plans.check import pipeline_of
+from oases.plans.pipelines import resolve_pipeline
 from oases.plans.plan import Plan
 
 DIMENSIONS = ("pp", "dp", "tp")

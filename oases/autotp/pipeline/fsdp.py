@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from oases.autotp.block import GraphBlock
 from oases.autotp.program import mangled
 from oases.autotp.runner import Runner
-from oases.core.execution.failure import differentiable
 from oases.core.execution.gathering import BlockUnit
 from oases.core.execution.group import group_of, group_size
 from oases.distributed.expert_groups import ExpertGroups, groups_of_experts
+from oases.distributed.failures import differentiable
 from oases.distributed.fsdp import FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
 from oases.distributed.mesh import Mesh
 from oases.distributed.precision import is_low

@@ -18,8 +18,8 @@ from oases.autotp.pipeline.fsdp import CallsOfShards, require_steps, shard_weigh
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import Pass, StageExit
 from oases.autotp.runner import Runner
-from oases.core.execution.agreement import alike, is_sampled, samples_of
 from oases.core.execution.executor import Context
+from oases.core.execution.failure import alike, is_sampled, samples_of
 from oases.core.execution.group import all_gather_objects, group_of
 from oases.distributed.collectives import all_reduce
 from oases.distributed.expert_groups import averaged_parts

@@ -19,7 +19,7 @@ from oases.autotp.export import running_without_data, without_data
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.autotp.pipeline.stages import Crossings, Division
 from oases.autotp.trace_guard import recorders, unrecorded
-from oases.core.execution.failure import EarlyEnd
+from oases.distributed.failures import EarlyEnd
 
 
 class StageExit(EarlyEnd):

@@ -21,8 +21,8 @@ from oases.autotp.tools.optimizer_state import shard_of
 from oases.autotp.tools.recomputation import map_checkpointing
 from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
 from oases.core.blocks.sharding import cuts, sharded_modules
-from oases.core.execution.failure import raise_together
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.distributed.failures import raise_together
 from oases.distributed.mesh import mesh_of, run_of
 from oases.distributed.replicas import replicas_of
 from oases.distributed.shard_map import ModelTensor, tensors_of_model

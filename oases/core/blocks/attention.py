@@ -11,21 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from oases.core.execution.piece import Piece
 
-_CERTAINLY_EXCLUDED = -1e4
-"""Addend of a score from which on its weight is zero, whatever the others are."""
-
-_current: ContextVar[KeyValuePrefix | None] = ContextVar("oases_key_value_prefix", default=None)
+current_prefix: ContextVar[KeyValuePrefix | None] = ContextVar("oases_key_value_prefix", default=None)
+"""What attention in the current sub-batch of tokens reads, as `oases.causal_attention` does."""
 
 
 class KeyValuePrefix:
     """Keys and values of one block by sub-batch of tokens, and their gradients. number: of sub-batches.
 
-    It holds nothing for blocks that do not call `causal_attention`.
+    It holds nothing for blocks whose attention does not ask for `current_prefix`.
     """
 
     def __init__(self, block: int, number: int) -> None:
@@ -40,11 +37,11 @@ class KeyValuePrefix:
     def around(self, s: int, function: Callable[[], Tensor]) -> Tensor:
         """Call the forward pass of sub-batch `s`; it may be repeated."""
         self._made[s], self._now, self._piece = [], s, None
-        token = _current.set(self)
+        token = current_prefix.set(self)
         try:
             return function()
         finally:
-            _current.reset(token)
+            current_prefix.reset(token)
             self._calls, self._piece = len(self._made[s]), None
 
     def end(self, s: int) -> None:
@@ -94,48 +91,3 @@ class KeyValuePrefix:
                 "schedule runs later; list sub-batches of tokens in order in the forward pass, in reverse in the "
                 "backward pass, or name the block in joint="
             )
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool | None = None, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """`F.scaled_dot_product_attention`, causal without a mask, also in sub-batches of tokens.
-
-    A block with `causal = True` calls it, and nothing else that relates tokens. query, key, value: [batch, heads,
-    tokens, width]. attn_mask: of the whole sequence, as for torch, and causal, too.
-    Raises ValueError in a sub-batch of tokens for dropout, whose mask would be another, and for is_causal=False
-    without a mask.
-    """
-    is_causal = attn_mask is None if is_causal is None else is_causal
-    keys = None if torch.compiler.is_compiling() else _current.get()
-    if keys is not None:
-        if dropout_p or not (is_causal or attn_mask is not None):
-            raise ValueError(
-                f"attention with dropout_p={dropout_p} and is_causal={is_causal} cannot be cut along the sequence; "
-                "leave causal = True out of the block"
-            )
-        key, value = keys.after(key), keys.after(value)
-        attn_mask, is_causal = _of_sub_batch(query, key, attn_mask)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _of_sub_batch(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
-    """Mask and `is_causal` of the last queries over all keys so far."""
-    tokens, end = query.shape[-2], key.shape[-2]
-    if mask is not None:
-        rows = mask if mask.shape[-2] == 1 else mask.narrow(-2, end - tokens, tokens)
-        return (rows if mask.shape[-1] == 1 else rows.narrow(-1, 0, end)), False
-    if tokens == end:
-        return None, True
-    return torch.ones(tokens, end, dtype=torch.bool, device=query.device).tril(end - tokens), False
-
-
-def is_causal_mask(mask: Tensor) -> bool:
-    """Whether a mask [..., tokens, tokens] excludes all later tokens, and in no row all tokens. Reads the values."""
-    if mask.dim() < 2 or mask.shape[-2] != mask.shape[-1]:
-        return False
-    allowed = mask if mask.dtype == torch.bool else mask > _CERTAINLY_EXCLUDED
-    return bool(allowed.any(-1).all() & ~allowed.triu(1).any())

@@ -7,40 +7,19 @@ read gets one gradient: the sum over blocks and sub-batches, and over the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from oases.core.blocks.randomness import Extent
 from oases.core.execution.communication import Scheduler
-from oases.core.execution.piece import Leaves
+from oases.core.execution.failure import refuse_capture, refuse_recomputation
+from oases.core.execution.piece import BlockParameters, Leaves
 from oases.core.schedule import Schedule
-
-_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
-
-
-def refuse_mixing(blocks: nn.ModuleList) -> None:
-    """Raise ValueError for modules whose result for one sample depends on others: sub-batches would change it.
-
-    These are batch norms, mixtures of experts with a capacity, and modules with a true attribute `mixes_samples`.
-    """
-    for name, module in blocks.named_modules():
-        why = None
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            why = "mixes the samples of a batch"
-        elif getattr(module, "mixes_samples", False):
-            why = "has mixes_samples set"
-        elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
-            why = "drops tokens beyond a capacity that all samples of a batch share"
-        if why is not None:
-            raise ValueError(
-                f"block module '{name}' ({type(module).__name__}) {why}, so sub-batches would change its result; use "
-                "a norm per sample, such as LayerNorm, and experts without a capacity"
-            )
 
 
 class SubBatches:
@@ -123,16 +102,63 @@ class BlockInputs:
                 )
 
 
-def tensors_in(inputs: Sequence[BlockInputs]) -> list[Tensor]:
-    """Tensors among the values and inside of their lists, tuples and dicts, each once."""
-    values = {id(value): value for each in inputs for value in each.values}
-    return list({id(v): v for v in tree_leaves(list(values.values())) if isinstance(v, Tensor)}.values())
-
-
-def differentiable(inputs: Sequence[BlockInputs]) -> list[Tensor]:
+def trained_values(inputs: Sequence[BlockInputs]) -> list[Tensor]:
     """Tensors among the values that require grad, each once, in the order of their first block."""
+    return [value for value in _tensors_of(inputs) if value.requires_grad]
+
+
+def _tensors_of(inputs: Sequence[BlockInputs]) -> list[Tensor]:
     found = {id(value): value for each in inputs for value in each.values if isinstance(value, Tensor)}
-    return [tensor for tensor in found.values() if tensor.requires_grad]
+    return list(found.values())
+
+
+class Given(NamedTuple):
+    """Inputs of the blocks in a call besides the activation, or () where no block reads any.
+
+    differentiable: whether there will be a backward pass of the call.
+    """
+
+    inputs: Sequence[BlockInputs]
+    differentiable: bool
+
+    @classmethod
+    def of(cls, x: Tensor, inputs: Sequence[BlockInputs], parameters: Sequence[BlockParameters]) -> Given:
+        """Inputs of a call on `x` of blocks with these parameters."""
+        trained = x.requires_grad or any(each.trained for each in parameters) or bool(trained_values(inputs))
+        return cls(inputs, torch.is_grad_enabled() and trained)
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors among the values and inside of their lists, tuples and dicts, each once."""
+        values = {id(value): value for each in self.inputs for value in each.values}
+        return list({id(v): v for v in tree_leaves(list(values.values())) if isinstance(v, Tensor)}.values())
+
+    def form(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shapes and types of the tensors among the values."""
+        return tuple((tuple(value.shape), value.dtype) for value in _tensors_of(self.inputs))
+
+
+def checked(
+    x: Any, inputs: Sequence[BlockInputs] | None, parameters: Callable[[], Sequence[BlockParameters]],
+    num_blocks: int, label: str,
+) -> Given:  # fmt: skip
+    """Check the arguments of a call of a stack. parameters: of the blocks, asked for a valid call.
+
+    TypeError or ValueError unless `x` is a tensor [batch, ...] of floating-point numbers, and for another number of
+    inputs than of blocks. RuntimeError in a CUDA graph's capture and in a recomputation.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"an OverlappedStack was called with {x!r:.80}; give a tensor [batch, ...]")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"an OverlappedStack was called with a tensor of shape {list(x.shape)} and type {x.dtype}; give an "
+            "activation [batch, ...] of a floating-point type, such as an embedding of tokens"
+        )
+    refuse_capture(x)
+    refuse_recomputation(label)
+    if inputs is not None and len(inputs) != num_blocks:
+        raise ValueError(f"{len(inputs)} BlockInputs were given to {num_blocks} blocks; give one for each")
+    read = inputs is not None and any(each.values for each in inputs)
+    return Given.of(x, inputs if inputs is not None and read else (), parameters())
 
 
 class CallInputs:
@@ -143,7 +169,7 @@ class CallInputs:
     """
 
     def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
-        self.tensors = differentiable(given) if with_gradients and given else []
+        self.tensors = trained_values(given) if with_gradients and given else []
         """Tensors that get gradients, in the order of `gradients`."""
         self.cut = cut
         """The sub-batches."""

@@ -1,88 +1,74 @@
-"""Call of an OverlappedStack: its gradients, returned block by block, and the ranks' common seed."""
+"""Call of an OverlappedStack: its ranks' agreement, and its gradients, returned block by block."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.batch import CallInputs
+from oases.core.blocks.batch import CallInputs, Given, SubBatches
+from oases.core.blocks.block_list import StackParameters
 from oases.core.blocks.program import BlockProgram
-from oases.core.blocks.randomness import Randomness
-from oases.core.blocks.sharding import register_shards, sharded_parameters
+from oases.core.blocks.randomness import Streams
 from oases.core.blocks.work import BlockWork
 from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
-from oases.core.execution.clock import synchronize
-from oases.core.execution.communication import NullScheduler, Wire
-from oases.core.execution.executor import Context
-from oases.core.execution.failure import FailureMonitor
+from oases.core.execution.communication import NullScheduler, Wire, add_wire
+from oases.core.execution.executor import Context, synchronize
+from oases.core.execution.failure import begin_call, is_sampled, monitor_of
 from oases.core.execution.gathering import BlockUnit, leaves_of
-from oases.core.execution.group import ProcessGroup, all_gather_objects
-from oases.core.execution.piece import BlockParameters
+from oases.core.execution.group import ProcessGroup, group_rank, group_size
 from oases.core.schedule import ScheduleError
-
-
-class StackParameters(BlockParameters):
-    """Parameters of a block, divided into sharded and replicated ones.
-
-    sharded, replicated: indices of those that require gradients.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
-        register_shards(block)
-        plain = getattr(block, "_orig_mod", block)
-        cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
-        cut |= {id(plain.get_parameter(name)) for name in getattr(plain, "local", ())}
-        self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
-        self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
-
-
-def apart(parameters: list[StackParameters]) -> list[StackParameters]:
-    """Return the parameters of all blocks. ValueError where blocks share a module that is trained.
-
-    Stand-ins of one block would replace another's there.
-    """
-    held: dict[tuple[int, str], int] = {}
-    for block, each in enumerate(parameters):
-        for place, name in each.trained_places():
-            other = held.setdefault(place, block)
-            if other != block:
-                raise ValueError(
-                    f"blocks {other} and {block} of a stack share a module, that of the trained {name}; give each "
-                    "block modules of its own (they may share parameters), freeze it, or use oases.parallelize, "
-                    "which takes shared modules"
-                )
-    return parameters
+from oases.extension import OverlapScheduler
 
 
 class StackCall(ScheduledCall):
     """Call of an OverlappedStack on `x`; used by its autograd nodes and by a pipeline.
 
-    blocks, parameters: of the stack. units: by block, where weights are sharded over data-parallel ranks; else ().
-    inputs: of the blocks, and the sub-batches. turn: receives the seconds of the forward and backward pass, while a
-    schedule is being chosen. wire: collectives. ScheduleError for a list without a backward pass where gradients are
+    blocks, parameters: of the stack called `label`. units: by block, where weights are sharded over data-parallel
+    ranks; else (). given: inputs of the blocks. wire: collectives over `group`, whose ranks agree on the form of the
+    call. turn: receives the seconds of the forward and backward pass, while a schedule is being chosen. UsageError,
+    on all ranks, where their calls differ; ScheduleError for a list without a backward pass where gradients are
     needed.
     """
 
-    RECOMPUTE = frozenset({"R", "RC"})
-
     def __init__(
         self, program: BlockProgram, blocks: Sequence[nn.Module], parameters: Sequence[StackParameters],
-        units: Sequence[BlockUnit], x: Tensor, inputs: CallInputs, wire: Wire, randomness: Randomness, *,
-        turn: Turn | None, monitor: FailureMonitor | None, context: Context, differentiable: bool,
+        units: Sequence[BlockUnit], x: Tensor, given: Given, wire: Wire, group: ProcessGroup | None, streams: Streams,
+        *, label: str, turn: Turn | None, context: Context, training: bool,
     ) -> None:  # fmt: skip
+        schedule, kind, differentiable = program.schedule, x.device.type, given.differentiable
+        cut = SubBatches(x.shape, schedule, group_rank(group), group_size(group))
+        held = CallInputs(given.inputs, cut, with_gradients=differentiable)
+        sampled = [x, *given.tensors()] if is_sampled(streams.calls + 1) else None
+        monitor = None
+        if isinstance(wire.scheduler, OverlapScheduler):
+            trained = [each.form for each in parameters]
+            form = (
+                "shape of the input", x.shape, "type of the input", x.dtype,
+                "computation of gradients", differentiable, "training mode", training,
+                "autocast", torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+                "schedule", schedule.name, "number of sub-batches", schedule.num_sub_batches,
+                "wire_dtype", wire.dtype, "order of ops", program.order,
+                "number of parameters that require gradients", sum(number for number, _ in trained),
+                "digest of the parameters that require gradients", tuple(digest for _, digest in trained),
+                "form of the blocks' inputs", given.form(),
+            )  # fmt: skip
+            monitor = monitor_of(group)
+            begin_call(group, label, form, sampled)
+            if isinstance(wire.dtype, str):
+                add_wire(cast(ProcessGroup, group))
+        randomness = streams.next(x, group, training=training)
         if differentiable and not program.backward:
             raise ScheduleError(
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
         leaves = leaves_of(parameters, units) if differentiable else []
         self._blocks = BlockWork(
-            blocks, program, wire, x, leaves, differentiable=differentiable, randomness=randomness, inputs=inputs
+            blocks, program, wire, x, leaves, differentiable=differentiable, randomness=randomness, inputs=held
         )
         super().__init__(
             "OverlappedStack", program, self._blocks, parameters, monitor=monitor, context=context, units=units,
@@ -238,19 +224,8 @@ class StackCall(ScheduledCall):
                 self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
         return [self._gradient(number) for number in self._cut[block].replicated]
 
-    def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
-        parameters, unit = self._cut[block], self._units[block] if self._units else None
-        tensors = parameters.whole(None if unit is None else unit.parameters)
-        return [tensors[number] for number in numbers]
-
     def _gradient(self, number: int) -> Tensor | None:
         share, whole = self._shares[number], self._whole[number]
         if share is None or whole is None:
             return whole if share is None else share
         return share + whole
-
-
-def agree_on_seed(group: ProcessGroup | None, calls: int) -> tuple[int, int]:
-    """Common seed and call count of the ranks, exchanged before the first call and after a failure."""
-    everyone = all_gather_objects((torch.initial_seed(), calls), group)
-    return everyone[0][0], max(calls for _, calls in everyone)  # after a failure some may be a call ahead

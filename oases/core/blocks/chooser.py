@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from oases.core.schedule import (
     Recompute,
     Schedule,
     along_sequence,
-    exchanging,
     generate,
     recomputed_layers,
     sequence_parallel,
@@ -56,14 +55,9 @@ Tuning = Autotune[Choice]
 
 
 def candidates(
-    num_blocks: int,
-    batch: int,
-    schedule: str,
-    sub_batches: int | str,
-    recompute: Recompute,
-    joint: frozenset[int] | None = None,
-    layer_of: LayerOf = None,
-) -> list[Schedule]:
+    num_blocks: int, batch: int, schedule: str, sub_batches: int | str, recompute: Recompute,
+    joint: frozenset[int] | None = None, layer_of: LayerOf = None,
+) -> list[Schedule]:  # fmt: skip
     """Candidate schedules of "auto", "off" first: nothing overlapped, but no all-reduces in the recomputation.
 
     joint: blocks that need all tokens at once, where others do not: a batch of one is then cut along the sequence.
@@ -126,6 +120,7 @@ class Chooser:
         self._may_be_off, self.lossy, self._small_batch = may_be_off, lossy, small_batch
         self._sequence_parallel, self._ranks = sequence_parallel, ranks
         self._senders = [b for b, block in enumerate(blocks) if getattr(block, "sends_tokens", False)]
+        self._exchanging: Any = getattr(blocks[self._senders[0]], "exchanging") if self._senders else None  # noqa: B009
         self._only = self._asked_for(schedule, sub_batches, recompute)
         self.measures = lossy or self._only is None
         """Whether schedules or wires are measured."""
@@ -184,7 +179,7 @@ class Chooser:
             self.resumed = dict(found)
 
     def choose(
-        self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module],
+        self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Iterable[nn.Module],
         parameters: Callable[[], Iterable[Tensor]], group: ProcessGroup | None, label: str, *, wider: str,
         differentiable: bool,
     ) -> Choice:  # fmt: skip
@@ -202,7 +197,7 @@ class Chooser:
         self.schedule, wire = (tuning.settled if turn is None else tuning.candidates[turn.label])[:2]
         return Choice(self.schedule_for(x, inputs, blocks), wire, turn, tuning.choice is not None)
 
-    def schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module]) -> Schedule:
+    def schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Iterable[nn.Module]) -> Schedule:
         """The schedule, or its replacement for a batch too small to split.
 
         That is the same along the sequence, or with small_batch="whole" the unsplit batch. Raises ValueError where
@@ -249,7 +244,7 @@ class Chooser:
         return found if self._may_be_off or not overlapping else overlapping
 
     def tuning_of(
-        self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module],
+        self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Iterable[nn.Module],
         parameters: Callable[[], Iterable[Tensor]], group: ProcessGroup | None, label: str, wider: str = "",
     ) -> Tuning:  # fmt: skip
         """Measurements for inputs like `x`; arguments as of `choose`. Ranks agree on the shape of a new one."""
@@ -306,11 +301,11 @@ class Chooser:
     def _laid_out(self, schedule: Schedule) -> Schedule:
         """The schedule as the blocks run it.
 
-        A block with a true attribute `sends_tokens` runs in three pieces (`oases.core.schedule.exchange`).
+        Blocks with a true attribute `sends_tokens` run in three pieces: their function `exchanging` makes these ops.
         """
         if self._sequence_parallel and self._ranks > 1:
             return sequence_parallel(schedule)
-        return exchanging(schedule, self._senders)
+        return cast(Schedule, self._exchanging(schedule, self._senders)) if self._senders else schedule
 
 
 def asked_for(schedule: str, sub_batches: SubBatchCount | None, recompute: Recompute) -> Asked:
@@ -344,7 +339,7 @@ def waves_of(schedules: Sequence[Schedule], wires: Sequence[str] = ()) -> list[l
 
 
 def _require_sequence(
-    x: Tensor, schedule: Schedule, tensor_parallel: int, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module]
+    x: Tensor, schedule: Schedule, tensor_parallel: int, inputs: Sequence[BlockInputs], blocks: Iterable[nn.Module]
 ) -> None:
     """Raise ValueError where `schedule` cuts the sequence, dimension 1, and `x` or further inputs cannot be cut.
 
@@ -367,7 +362,7 @@ def _require_sequence(
             )
 
 
-def joint_blocks(blocks: Sequence[nn.Module]) -> frozenset[int]:
+def joint_blocks(blocks: Iterable[nn.Module]) -> frozenset[int]:
     """Blocks whose `partial` must get all tokens at once; of compiled ones, attention must."""
     return frozenset(
         number

@@ -12,12 +12,12 @@ import hashlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from oases.core.execution.piece import default_generators
+from oases.core.execution.group import ProcessGroup, all_gather_objects, group_rank, group_size
 from oases.extension import generator_mark
 
 MethodName = Literal["partial", "prepare", "product", "combine", "prologue"]
@@ -41,7 +41,7 @@ Extents = Callable[[int], Extent]
 
 
 @dataclass
-class _Draws:
+class Draws:
     """Masks of one op, counted, so that each has a stream of its own."""
 
     key: str
@@ -52,7 +52,8 @@ class _Draws:
     count: int = 0
 
 
-_drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
+drawing: ContextVar[Draws | None] = ContextVar("oases_draws", default=None)
+"""The running op, for dropout with the masks of the whole batch, as of `oases.layers`."""
 
 
 class Randomness:
@@ -64,28 +65,16 @@ class Randomness:
     """
 
     def __init__(
-        self,
-        seed: int,
-        call: int,
-        rank: int,
-        device: torch.device,
-        draws: dict[tuple[int, MethodName], bool],
-        *,
-        size: int = 1,
-        first_block: int = 0,
-        first_sample: int = 0,
-    ) -> None:
+        self, seed: int, call: int, rank: int, device: torch.device, draws: dict[tuple[int, MethodName], bool], *,
+        size: int = 1, first_block: int = 0, first_sample: int = 0,
+    ) -> None:  # fmt: skip
         self._key = (seed, call)
         self._first_block, self._first_sample = first_block, first_sample
         self._rank, self._size = rank, size
         # Not torch.manual_seed: it seeds every device, which costs more than small ops.
         self._generators = default_generators(device)
         self._draws = draws
-        self._before: list[Tensor] = []
-        self._marks: list[int] = []
-
-    def begin(self) -> None:
-        """Save the caller's random state, before the ops of a forward pass."""
+        # The caller's random state, before the ops of a forward pass.
         self._before = [generator.get_state() for generator in self._generators]
         self._marks = self._marked()
 
@@ -103,7 +92,7 @@ class Randomness:
             result = function()
             if self._marked() == self._marks:
                 return result
-            self._restore(self._before)
+            restore(self._generators, self._before)
         return self._isolated(method, block, sub_batch, extent(sub_batch), function)
 
     def again(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
@@ -120,8 +109,8 @@ class Randomness:
         extent = replace(extent, first_sample=self._first_sample + extent.first_sample)
         text = repr((*self._key, place, number, sub_batch, 0 if shared else self._rank, self._first_sample))
         states = [generator.get_state() for generator in self._generators]
-        draws = _Draws(repr((*self._key, place, number)), self._rank, self._size, extent, shared)
-        token = _drawing.set(draws)
+        draws = Draws(repr((*self._key, place, number)), self._rank, self._size, extent, shared)
+        token = drawing.set(draws)
         try:
             for generator in self._generators:
                 generator.manual_seed(hash_of(text))
@@ -131,51 +120,62 @@ class Randomness:
             self._draws[block, method] = drew or self._draws.get((block, method), False)
             return result
         finally:
-            _drawing.reset(token)
-            self._restore(states)
+            drawing.reset(token)
+            restore(self._generators, states)
 
     def _marked(self) -> list[int]:
         return [generator_mark(generator) for generator in self._generators]
 
-    def _restore(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
 
+class Streams:
+    """Random streams of a stack. first_block, replica: its offset in the model, and the number of the batch's share.
 
-def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknown"]) -> Tensor | None:
-    """The next dropout mask of the running op: ones with probability `keep`, else zeros, of the shape of `x`.
-
-    Every sample has a stream, by its number in the whole batch. cut: dimension of `x` sharded over the
-    tensor-parallel ranks; "whole" for none; "unknown": ranks draw different masks, unless the op's tensors are
-    replicated. None where masks by sample are not available: outside of a stack, or where dimension 0 of `x` is not
-    the batch.
+    seed: rank 0's initial seed from the first call on, unless it was set. calls: forward passes so far, which select
+    the streams.
     """
-    draws = _drawing.get()
-    if draws is None or x.dim() == 0 or x.shape[0] == 0 or x.shape[0] % draws.extent.samples:
-        return None
-    extent = draws.extent
-    per_sample = x.shape[0] // extent.samples
-    shape = [per_sample, *x.shape[1:]]  # [1, tokens, ...] where the samples are dimension 0 themselves
-    windows: list[tuple[int, int]] = []  # (dimension, first index) of this part in the mask of the whole batch
-    if extent.of_tokens and per_sample == 1 and x.dim() > 1:
-        windows.append((1, extent.first_token))
-        shape[1] = extent.of_tokens
-    if isinstance(cut, int):
-        dim = cut % x.dim()
-        windows.append((dim, draws.rank * shape[dim]))
-        shape[dim] *= draws.size
-    own = "" if draws.shared or cut != "unknown" else f" rank {draws.rank}"
-    key = f"{draws.key} mask {draws.count}{own}"
-    draws.count += 1
-    generator = torch.Generator(x.device)
-    parts = []
-    for sample in range(extent.first_sample, extent.first_sample + extent.samples):
-        generator.manual_seed(hash_of(f"{key} sample {sample}"))
-        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(keep, generator=generator)
-        for dim, first in windows:
-            mask = mask.narrow(dim, first, x.shape[dim])
-        parts.append(mask)
-    return torch.cat(parts)
+
+    def __init__(self, first_block: int, replica: int) -> None:
+        self.seed: int | None = None
+        self.calls = 0
+        self._first_block, self._replica = first_block, replica
+        self._agreed = False  # whether the ranks have agreed on seed and calls
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_agreed": False}
+
+    def forget(self) -> None:
+        """Forget which blocks draw, as they were replaced."""
+        self._draws: dict[bool, dict[tuple[int, MethodName], bool]] = {True: {}, False: {}}  # by the mode
+
+    def next(self, x: Tensor, group: ProcessGroup | None, *, training: bool) -> Randomness:
+        """Streams of the next call, on `x`. Collective over the group the first time."""
+        if not self._agreed:
+            everyone = all_gather_objects((torch.initial_seed(), self.calls), group)
+            self.calls = max(calls for _, calls in everyone)  # after a failure some may be a call ahead
+            self.seed = everyone[0][0] if self.seed is None else self.seed
+            self._agreed = True
+        assert self.seed is not None
+        self.calls += 1
+        return Randomness(
+            self.seed, self.calls, group_rank(group), x.device, self._draws[training], size=group_size(group),
+            first_block=self._first_block, first_sample=self._replica * x.shape[0],
+        )  # fmt: skip
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Generators that ops on `device` draw from: the CPU's, and an accelerator's own."""
+    found = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        found.append(torch.get_device_module(device).default_generators[index])
+    return found
+
+
+def restore(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    """Set the states of generators."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def hash_of(text: str) -> int:

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from oases.core.blocks.batch import BlockInputs, CallInputs, SubBatches, differentiable, refuse_mixing
-from oases.core.blocks.call import StackCall, StackParameters, agree_on_seed, apart
-from oases.core.blocks.checks import (
-    BlockList,
-    BypassedHooks,
-    checked_inputs,
-    compared,
-    form_of,
-    require_blocks,
-    require_options,
-    require_overlap,
-    require_sub_batches,
-)
+from oases.core.blocks.batch import BlockInputs, Given, checked
+from oases.core.blocks.block_list import BlockList, StackParameters, preparations, require_apart, require_blocks
+from oases.core.blocks.call import StackCall
 from oases.core.blocks.chooser import Choice, Chooser, SubBatchCount
-from oases.core.blocks.dropout import adopt_dropouts
 from oases.core.blocks.program import BlockProgram
-from oases.core.blocks.randomness import MethodName, Randomness
+from oases.core.blocks.randomness import Streams
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.autotune import Turn
-from oases.core.execution.communication import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
-from oases.core.execution.executor import WHOLE_BATCH, Context
-from oases.core.execution.failure import FailsTogether, begin_call, monitor_of
+from oases.core.execution.communication import NullScheduler, Scheduler, Wire, WireType, wire_type
+from oases.core.execution.executor import AT_ONCE, WHOLE_BATCH, Context
+from oases.core.execution.failure import FailsTogether, is_sampled
 from oases.core.execution.gathering import BlockUnit
 from oases.core.execution.group import ProcessGroup, resolve
 from oases.core.execution.piece import outside_of_dynamo
 from oases.core.schedule import AUTO, Recompute, Schedule
+from oases.errors import OverlapError
 from oases.extension import OverlapScheduler
+from oases.limits import require_numbers
 
 _numbers = itertools.count()
 
@@ -92,10 +84,11 @@ class OverlappedStack(FailsTogether, nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        require_sub_batches(2 if sub_batches is None else sub_batches)
-        require_options(small_batch, layer_of, name, len(self.blocks))
+        _require_options(2 if sub_batches is None else sub_batches, small_batch, layer_of, name, len(self.blocks))
         self.layer_of = None if layer_of is None else tuple(layer_of)
         self.name, self.process_group = name, resolve(process_group)
+        self.first_block = first_block
+        self._streams = Streams(first_block, replica)
         self._adopt_blocks()
         self.sequence_parallel, self.small_batch = sequence_parallel, small_batch
         self._lossy = wire_dtype == AUTO_LOSSY
@@ -104,43 +97,52 @@ class OverlappedStack(FailsTogether, nn.Module):
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.number = next(_numbers)
         """Number of this stack in the process, for errors and statistics."""
-        self.first_block, self._replica = first_block, replica
         self._units: list[BlockUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
-        self.seed: int | None = None  # of the random streams; rank 0's initial seed from the first forward pass on
-        self._agreed = False  # whether the ranks have agreed on seed and calls
-        self.calls = 0
-        """Number of forward passes, which selects the random streams."""
         self.chooser = self._chooser(schedule, sub_batches, recompute)
 
     def _adopt_blocks(self) -> None:
         """Check the blocks and prepare them; drop what is known of earlier ones."""
-        require_blocks([*self.blocks])
-        refuse_mixing(self.blocks)
-        adopt_dropouts(self.blocks)
-        self._block_list = BlockList(self.blocks)
-        self._block_parameters: list[StackParameters] = []
-        self._hooks: list[BypassedHooks] = []
+        require_blocks(self.blocks)
+        for prepare in preparations:
+            prepare(self.blocks)
+        self._block_list = BlockList([*self.blocks], StackParameters)
+        self._apart = False  # whether the blocks were found to share no module
         self._programs: dict[tuple[int, str], BlockProgram] = {}  # by the id of the schedule, which they hold
-        self._draws: dict[bool, dict[tuple[int, MethodName], bool]] = {True: {}, False: {}}  # by the mode
+        self._streams.forget()
 
     @property
     def label(self) -> str:
         """Name of this stack in errors and statistics."""
         return f"stack {self.number} {self.name}".rstrip()
 
+    @property
+    def calls(self) -> int:
+        """Number of forward passes, which selects the random streams."""
+        return self._streams.calls
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the random streams; rank 0's initial seed from the first forward pass on."""
+        return self._streams.seed
+
     def at_call(self, number: int, seed: int | None = None) -> None:
         """Set the number of forward passes, and the seed unless it is None, for a resumed run."""
-        self.calls = number
-        self.seed = self.seed if seed is None else seed
+        self._streams.calls = number
+        self._streams.seed = self.seed if seed is None else seed
 
     def shard(self, units: Sequence[BlockUnit]) -> None:
         """Have a unit per block gather its weights as the schedule needs them."""
         self._units = list(units)
 
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
+        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
+        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
+
     def __getstate__(self) -> dict[str, Any]:
-        """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
-        return {**self.__dict__, "_block_parameters": [], "_hooks": [], "_programs": {}, "_agreed": False}
+        """Leave the programs of this process's schedules out of copies and pickles."""
+        return {**self.__dict__, "_programs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state with a new number: rows of a report are of one stack."""
@@ -176,11 +178,10 @@ class OverlappedStack(FailsTogether, nn.Module):
         get gradients: partial sums over the ranks from `partial`, complete ones from `combine`. context: spans to
         record, a pipeline's handles. ValueError where they do not fit the blocks, the batch or the sequence.
         """
-        given = checked_inputs(x, inputs, len(self.blocks), self.label)
-        blocks = self._current_blocks()
-        chosen = self._choose(x, given, blocks)
+        given = checked(x, inputs, self._current_parameters, len(self.blocks), self.label)
+        chosen = self._choose(x, given)
         scheduler: Scheduler = OverlapScheduler.of(self._group_name) if self.tensor_parallel > 1 else NullScheduler()
-        return self._call_of(blocks, chosen, x, given, scheduler, context).apply(x)
+        return self._call(chosen, x, given, scheduler, context).apply(x)
 
     def run(
         self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, inputs: Sequence[BlockInputs] = (),
@@ -190,96 +191,81 @@ class OverlappedStack(FailsTogether, nn.Module):
 
         turn: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
         """
-        blocks = self._current_blocks()
-        chosen = Choice(self.chooser.schedule_for(x, inputs, blocks), self.wire_dtype, turn)
-        return self._call_of(blocks, chosen, x, inputs, scheduler, context).apply(x)
+        given = Given.of(x, inputs, self._current_parameters())
+        chosen = Choice(self.chooser.schedule_for(x, inputs, self._compiled or self.blocks), self.wire_dtype, turn)
+        return self._call(chosen, x, given, scheduler, context).apply(x)
 
-    def _choose(self, x: Tensor, inputs: Sequence[BlockInputs], blocks: Sequence[nn.Module]) -> Choice:
+    def _choose(self, x: Tensor, given: Given) -> Choice:
         """Choose schedule and wire. OverlapError where overlap is required, and they have none."""
         chooser = self.chooser
         chosen = chooser.choose(
-            x, inputs, blocks, self.parameters, self.process_group, self.label, wider=self.tuned_over,
-            differentiable=chooser.measures and _has_gradients(x, inputs, self._parameters_of(blocks)),
+            x, given.inputs, self._compiled or self.blocks, self.parameters, self.process_group, self.label,
+            wider=self.tuned_over, differentiable=given.differentiable,
         )  # fmt: skip
         if chooser.lossy:
             self.wire_dtype = chosen.wire
         if self.require_overlap and (chosen.measured or not chooser.measures):
-            small = self.schedule.num_sub_batches if chooser.is_whole(chosen.schedule) else 0
-            require_overlap(chosen.schedule, self.process_group, self.label, self.calls, small, chosen.measured)
+            self._require_overlap(chosen)
         return chosen._replace(wire=self.wire_dtype)
 
-    def _call_of(
-        self, blocks: Sequence[nn.Module], chosen: Choice, x: Tensor, inputs: Sequence[BlockInputs],
-        scheduler: Scheduler, context: Context | None,
-    ) -> StackCall:  # fmt: skip
+    def _call(
+        self, chosen: Choice, x: Tensor, given: Given, scheduler: Scheduler, context: Context | None
+    ) -> StackCall:
         """Make a call, on which all ranks agree."""
-        schedule, wire, turn, _ = chosen
-        rank, size, parameters = self._group_rank, self.tensor_parallel, self._parameters_of(blocks)
-        with_gradients = _has_gradients(x, inputs, parameters)
-        program = self._program_of(schedule, blocks, x.device.type)
-        held = CallInputs(inputs, SubBatches(x.shape, schedule, rank, size), with_gradients=with_gradients)
-        monitor = None
-        if isinstance(scheduler, OverlapScheduler):
-            group = self.process_group
-            monitor = monitor_of(group)
-            form = form_of(
-                x, inputs, parameters, schedule, program.order, wire, training=self.training, gradients=with_gradients
-            )
-            begin_call(group, self.label, form, compared(x, inputs, self.calls + 1))
-            if isinstance(wire, str):
-                add_wire(cast(ProcessGroup, group))
-        if not self._agreed:
-            seed, self.calls = agree_on_seed(self.process_group, self.calls)
-            self.seed = seed if self.seed is None else self.seed
-            self._agreed = True
-        assert self.seed is not None
-        self.calls += 1
-        randomness = Randomness(
-            self.seed, self.calls, rank, x.device, self._draws[self.training], size=size,
-            first_block=self.first_block, first_sample=self._replica * x.shape[0],
-        )  # fmt: skip
+        blocks, key = self._compiled or list(self.blocks), (id(chosen.schedule), x.device.type)
+        if key not in self._programs:
+            label = self.label + WHOLE_BATCH * self.chooser.is_whole(chosen.schedule)
+            self._programs[key] = BlockProgram(chosen.schedule, blocks, label, self.layer_of, x.device.type)
         return StackCall(
-            program, blocks, parameters, self._units, x, held, Wire(scheduler, size, wire), randomness,
-            turn=turn, monitor=monitor, context=context or Context(), differentiable=with_gradients,
+            self._programs[key], blocks, self._block_list.known, self._units, x, given,
+            Wire(scheduler, self.tensor_parallel, chosen.wire), self.process_group, self._streams, label=self.label,
+            turn=chosen.turn, context=context or Context(), training=self.training,
         )  # fmt: skip
 
-    def compile_blocks(self, **options: Any) -> None:
-        """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
-        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
-        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
-
-    def _current_blocks(self) -> Sequence[nn.Module]:
-        """The blocks, or what torch.compile made of them. RuntimeError where their number has changed."""
+    def _current_parameters(self) -> list[StackParameters]:
+        """Parameters of the blocks as they are now. RuntimeError where the number of blocks has changed."""
         if not self._block_list.is_of(self.blocks):
             if self._compiled:
                 raise RuntimeError("blocks were replaced after compile_blocks(); make a new OverlappedStack of them")
             self._adopt_blocks()
-        return self._compiled or list(self.blocks)
+        found = self._block_list.parameters(gathered=bool(self._units))
+        if not self._apart:
+            require_apart(found)
+            self._apart = True
+        return found
 
-    def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
-        """Current parameters of the blocks; refreshed where modules have changed."""
-        if len(self._block_parameters) != len(blocks):
-            self._block_parameters = apart(list(map(StackParameters, blocks)))
-            self._hooks = [BypassedHooks(block) for block in blocks]
-        elif not self._units:  # sharded parameters are not in their places between calls
-            for number, known in enumerate(self._block_parameters):
-                if not known.current:
-                    self._block_parameters[number] = StackParameters(blocks[number])
-        if not self._units:  # FSDP has hooks of its own
-            for number, hooks in enumerate(self._hooks):
-                hooks.refuse(number)
-        return self._block_parameters
+    def _require_overlap(self, chosen: Choice) -> None:
+        """Raise OverlapError if the schedule cannot overlap communication, or the stack did not so far."""
+        schedule, calls, why = chosen.schedule, self.calls, None
+        if self.tensor_parallel == 1:
+            why = "the group has one rank, so nothing is communicated"
+        elif not schedule.overlaps:
+            why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
+            if self.chooser.is_whole(schedule):
+                why += f"; the batch has fewer samples than the {self.schedule.num_sub_batches} sub-batches"
+            elif chosen.measured:
+                why += "; it was chosen as the fastest in measurements"
+        elif calls >= 4 and is_sampled(calls):  # not in each: the times of collectives on a device are waited for
+            totals = OverlapScheduler.of(self._group_name).totals().items()
+            mine = [(label.endswith(f"{AT_ONCE})"), each) for label, each in totals if f" ({self.label}, l" in label]
+            busy = sum(each.link_seconds for _, each in mine)
+            waited = sum(max(each.blocked_seconds, each.link_seconds * at_once) for at_once, each in mine)
+            if busy and waited > 0.99 * busy:
+                why = f"the compute waited {waited:.2f} s for {busy:.2f} s of communication"
+        if why is not None:
+            raise OverlapError(f"overlap is required, but {why} ({self.label}; see oases.report())")
 
-    def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module], device: str) -> BlockProgram:
-        key = (id(schedule), device)
-        if key not in self._programs:
-            label = self.label + WHOLE_BATCH * self.chooser.is_whole(schedule)
-            self._programs[key] = BlockProgram(schedule, blocks, label, self.layer_of, device)
-        return self._programs[key]
 
-
-def _has_gradients(x: Tensor, inputs: Sequence[BlockInputs], parameters: Sequence[StackParameters]) -> bool:
-    """Whether there will be a backward pass of a call."""
-    return torch.is_grad_enabled() and (
-        x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
-    )
+def _require_options(
+    sub_batches: int | str, small_batch: str, layer_of: Sequence[int] | None, name: str, num_blocks: int
+) -> None:
+    """Raise ValueError, or UsageError beyond a limit, for options of a stack of so many blocks that are none."""
+    if sub_batches != "auto" and (not isinstance(sub_batches, int) or sub_batches < 1):
+        raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches!r:.80}")
+    require_numbers({"sub_batches": sub_batches})
+    if small_batch not in ("refuse", "whole"):
+        raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
+    if layer_of is not None and len(layer_of) != num_blocks:
+        raise ValueError(f"layer_of has {len(layer_of)} entries for {num_blocks} blocks; give one for each")
+    if not re.fullmatch(r"[\w .-]*", name):
+        raise ValueError(f"name must be of letters, digits, spaces and any of _.-, got {name!r}")

@@ -14,7 +14,6 @@ sharded), whose result the block's other methods get in place of its input.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,17 +23,25 @@ from torch import Tensor, nn
 
 from oases.core.blocks.attention import KeyValuePrefix
 from oases.core.blocks.batch import CallInputs
-from oases.core.blocks.exchanges import Exchange, ExchangeWork
-from oases.core.blocks.fused_norm import JoinedNorm, JoinedPiece, PreNormBlock
 from oases.core.blocks.program import BlockProgram
 from oases.core.blocks.randomness import MethodName, Randomness
 from oases.core.execution.communication import PendingCollective, Wire
 from oases.core.execution.executor import Place, Step
-from oases.core.execution.piece import Leaves, Piece, method_of, own_memory, read_only, recorded, tensor_of
-from oases.core.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
+from oases.core.execution.piece import (
+    DeferredGradients,
+    Leaves,
+    Piece,
+    deferral,
+    deferring,
+    in_piece,
+    method_of,
+    own_memory,
+    read_only,
+    recorded,
+    tensor_of,
+)  # fmt: skip
 
 _NO_CHANGE = nullcontext()
-_OF_EXPERTS = ("D", "E", "BF", "BE")
 
 
 class BlockWork:
@@ -65,12 +72,6 @@ class BlockWork:
             ("combine", [True] * len(blocks)), ("prepare", program.halved), ("prologue", program.prologues),
         ):  # fmt: skip
             self._methods |= {(name, b): method_of(block, name) for b, block in enumerate(blocks) if of[b]}
-        self._joined = {
-            b: JoinedNorm(below, above)
-            for b, (below, above) in enumerate(itertools.pairwise(blocks))
-            if program.joined[b + 1] and isinstance(below, PreNormBlock) and isinstance(above, PreNormBlock)
-        }
-        """By block, `combine` and the next block's norm where they may be one op."""
         self.leaves = leaves
         # Tensors between ops.
         self._x: dict[Place, Tensor] = {}
@@ -82,35 +83,33 @@ class BlockWork:
         self._g: dict[Place, Tensor] = {}
         self._grad_y: dict[Place, Tensor] = {}
         self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
-        self._exchanges = ExchangeWork(leaves, inputs.leaves, differentiable=differentiable)
+        senders: list[Any] = [blocks[b] for b, _ in program.dispatched]
+        self._tokens: Any = None
+        """Ops of blocks that send tokens to experts, which such a block's `token_work` makes."""
+        if senders:
+            self._tokens = senders[0].token_work(leaves, inputs.leaves, differentiable=differentiable)
         # State of the backward pass.
         self._pieces: dict[tuple[str, int, int], Piece] = {}  # of methods between blocks
         self._before: dict[Place, Tensor] = {}  # inputs of prologues that are recomputed
         self._partial_pieces: dict[Place, Piece] = {}
-        self._joined_pieces: dict[Place, JoinedPiece] = {}
+        self._joined_pieces: dict[Place, Any] = {}
         self.deferred: dict[Place, DeferredGradients] = {}
         self.keep_deferred = False
         """Whether the backward pass skips W, for `weights_of`."""
         self._left_out: list[Place] = []
         for s, part in enumerate(cut.split(x.detach())):
             self._h[0, s], self._x[0, s] = part, cut.tokens(part)
-        randomness.begin()
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
         """Implementation of each op, by `Step.key`."""
         return {
             "F": self._do_F, "C": self._do_C, "R": self._do_R, "RC": self._do_RC,
-            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D,
-            "E": self._do_E, "BF": self._do_BF,
-            "BE": self._do_BE,
-            **{f"all_to_all {kind}": self._exchanges.send for kind in _OF_EXPERTS},
-            **{f"wait {kind}": self._exchanges.wait for kind in _OF_EXPERTS},
-            "wait F": self._wait_F, "wait R": self._wait_F, "wait B": self._wait_B,
-            "wait BC": self._wait_BC, "wait C": self._wait_C, "wait RC": self._wait_C,
-            "all_reduce F": self._reduce_F, "all_reduce R": self._reduce_F, "all_reduce B": self._reduce_B,
-            "reduce_scatter F": self._scatter_F, "reduce_scatter R": self._scatter_F,
-            "reduce_scatter B": self._scatter_B,
-            "all_gather C": self._gather, "all_gather RC": self._gather, "all_gather BC": self._gather,
+            "BC": self._do_BC, "B": self._do_B, "W": self._do_W, "D": self._do_D, "BF": self._do_BF,
+            **({} if self._tokens is None else self._tokens.handlers()),
+            **dict.fromkeys((f"wait {kind}" for kind in ("F", "R", "B", "BC", "C", "RC")), self._wait),
+            **dict.fromkeys((f"all_reduce {kind}" for kind in "FRB"), self._reduce),
+            **dict.fromkeys((f"reduce_scatter {kind}" for kind in "FRB"), self._scatter),
+            **dict.fromkeys((f"all_gather {kind}" for kind in ("C", "RC", "BC")), self._gather),
         }  # fmt: skip
 
     def output(self) -> Tensor:
@@ -151,66 +150,61 @@ class BlockWork:
         for held in (
             self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
             self._residual, self._pieces, self._before, self._partial_pieces, self._joined_pieces, self.deferred,
-            self.leaves, self._exchanges,
+            self.leaves,
         ):  # fmt: skip
             held.clear()
+        if self._tokens is not None:
+            self._tokens.clear()
         self.inputs.forget()
 
     # --- collectives ---
 
-    def _reduce_F(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.carried] = self._wire.all_reduce(self._y.pop(step.place), step.label)
+    def _reduce(self, step: Step) -> None:
+        held = self._g if step.op.of == "B" else self._y
+        self._flights[step.carried] = self._wire.all_reduce(held.pop(step.place), step.label)
 
-    def _scatter_F(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.carried] = self._wire.reduce_scatter(self._y.pop(step.place), step.label)
-
-    def _wait_F(self, step: Step) -> None:  # noqa: N802
-        self._y[step.place] = self._wire.wait(self._flights.pop(step.carried))
-
-    def _reduce_B(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.carried] = self._wire.all_reduce(self._g.pop(step.place), step.label)
-
-    def _scatter_B(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.carried] = self._wire.reduce_scatter(self._g.pop(step.place), step.label)
-
-    def _wait_B(self, step: Step) -> None:  # noqa: N802
-        self._g[step.place] = self._wire.wait(self._flights.pop(step.carried))
+    def _scatter(self, step: Step) -> None:
+        held = self._g if step.op.of == "B" else self._y
+        self._flights[step.carried] = self._wire.reduce_scatter(held.pop(step.place), step.label)
 
     def _gather(self, step: Step) -> None:
         part = self._to_gather.pop(step.carried)
         self._flights[step.carried] = self._wire.all_gather(part, step.label)
 
-    def _wait_BC(self, step: Step) -> None:  # noqa: N802
-        self._grad_y[step.place] = self._wire.wait(self._flights.pop(step.carried))
-
-    def _wait_C(self, step: Step) -> None:  # noqa: N802
+    def _wait(self, step: Step) -> None:
+        place, of = step.place, step.op.of
         result = self._wire.wait(self._flights.pop(step.carried))
-        if step.block == self._last:
-            self._outputs[step.sub_batch] = result
+        if of in ("C", "RC"):
+            self._pass_on(place, result)
         else:
-            self._h[step.block + 1, step.sub_batch] = result
+            (self._g if of == "B" else self._grad_y if of == "BC" else self._y)[place] = result
+
+    def _pass_on(self, place: Place, out: Tensor) -> None:
+        """Give what a block has made to the next one, or to the output."""
+        block, s = place
+        if block == self._last:
+            self._outputs[s] = out
+        else:
+            self._h[block + 1, s] = out
 
     # --- a block up to its row-parallel matmul ---
 
     def _do_D(self, step: Step) -> None:  # noqa: N802
-        exchange: Exchange = self._blocks[step.block].exchange(self._program.order, *self.inputs.values(*step.place))
-        self._exchanges.do_D(step.place, exchange, self._h.pop(step.place))
-
-    def _do_E(self, step: Step) -> None:  # noqa: N802
-        self._exchanges.do_E(step.place)
+        exchange = self._blocks[step.block].exchange(self._program.order, *self.inputs.values(*step.place))
+        self._tokens.do_D(step.place, exchange, self._h.pop(step.place))
 
     def _do_F(self, step: Step) -> None:  # noqa: N802
         place = step.place
         method = self._partial[step.block]
         if place in self._program.dispatched:
-            method, given = self._exchanges.arrived(place)
+            method, given = self._tokens.arrived(place)
         else:
             given = (self._take_parts(self._h, place),)
         again = place in self._program.recomputed
         deferred = None
         if self._differentiable:
-            kind = DeferredGradients if self._traced[step.block] is None else CompiledDeferral
-            deferred = self.deferred[place] = kind(self.leaves[step.block])
+            compiled = self._traced[step.block] is not None
+            deferred = self.deferred[place] = deferral(self.leaves[step.block], compiled=compiled)
         graph = deferred is not None and not again
         y = self._run_partial(place, method, given, deferred, self.randomness.run, graph=graph)
         if deferred is not None:
@@ -264,7 +258,7 @@ class BlockWork:
 
         extent = self._cut.whole_extent if block in self._joint else self._cut.extent
         with _NO_CHANGE if graph else torch.no_grad():
-            if skip_last and traced is not None and isinstance(deferred, CompiledDeferral):
+            if skip_last and traced is not None and deferred is not None and hasattr(deferred, "leave_out"):
                 deferred.leave_out(
                     traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(*given, *values))
                 )
@@ -307,11 +301,13 @@ class BlockWork:
         y, following = self._y.pop(place), (block + 1, s)
         recomputed = following in self._program.recomputed_inputs
         graph_above = self._differentiable and (again or not recomputed)
-        joined = self._joined.get(block) if graph == graph_above and (not again or recomputed) else None
+        joined = None
+        if block < self._last and graph == graph_above and (not again or recomputed):
+            joined = self._program.joined[block + 1]
         if joined is not None and joined.takes(x, y):
             self._x[following], out, kept = joined.run(x, y)
             if graph:
-                self._joined_pieces[place] = JoinedPiece(kept, self.leaves[block : block + 2], whole=self._whole)
+                self._joined_pieces[place] = joined.piece(kept, self.leaves[block : block + 2], whole=self._whole)
         else:
             out = self._run_between("combine", place, (x, y), again=again, graph=graph)
             if again and not recomputed:
@@ -320,10 +316,8 @@ class BlockWork:
                 self._x[following], out = self._enter(following, out, again=again, graph=graph_above)
         if (step.key, block, s) in self._program.gathered:
             self._to_gather[step.key, block, s] = out
-        elif block == self._last:
-            self._outputs[s] = out
         else:
-            self._h[following] = out
+            self._pass_on(place, out)
 
     def _enter(self, place: Place, x: Tensor, *, again: bool, graph: bool) -> tuple[Tensor, Tensor]:
         """A block's input -> what its `combine` and what its `partial`, or a gather in front of that, are given."""
@@ -380,15 +374,12 @@ class BlockWork:
         place = step.place
         if place not in self._program.apart:
             self._do_BC(step)
-        self._exchanges.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
-
-    def _do_BE(self, step: Step) -> None:  # noqa: N802
-        self._exchanges.do_BE(step.place)
+        self._tokens.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
 
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place
         if place in self._program.dispatched:
-            self._g[place] = self._exchanges.input_gradient(place)
+            self._g[place] = self._tokens.input_gradient(place)
         else:
             self._through_partial(step)
         if place not in self._program.deferred:

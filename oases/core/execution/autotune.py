@@ -1,13 +1,11 @@
 """Autotuning by measurement: candidates (a stack's schedules, a layer's chunk counts), "off" among them, take turns.
 
-After each round the ranks agree on the slowest rank's times, and candidates that are clearly slower drop out: most of
-the turns go to those that are hard to tell apart. What is clear depends on how much turns of one candidate differ: a
-step of milliseconds may take twice as long in the next turn. In doubt nothing overlaps. More sub-batches are tried
-only where fewer are not clearly slower.
-A stack measures its first training steps: all schedules compute the same gradients, in sums of another order. So that
-later runs on the same machine have the same losses to the bit, the choice is cached in a small file together with the
-turns that led to it, and a later run repeats both without measuring. Under torch.use_deterministic_algorithms(True)
-nothing is measured and the choice is fixed.
+After each round the ranks agree on the slowest rank's times, and candidates that are clearly slower drop out, by how
+much turns of one candidate differ. In doubt nothing overlaps. More sub-batches are tried only where fewer are not
+clearly slower. A stack measures its first training steps: all schedules compute the same gradients, summed in another
+order. So that later runs on the same machine have the same losses to the bit, a small file keeps the choice together
+with the turns that led to it, and a later run repeats both without measuring. Under
+torch.use_deterministic_algorithms(True) nothing is measured and the choice is fixed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -40,18 +40,21 @@ class Work(Protocol):
     def begin_backward(self, grad: Tensor) -> None:
         """Set the gradient of the output."""
 
+    def input_gradient(self) -> Tensor:
+        """Gradient of the input, after the last op."""
+
     def forget(self) -> None:
         """Release every tensor."""
 
 
+_RECOMPUTE = frozenset(("R", "RC", "RD", "RE"))  # kinds of the recomputation ops
+
+
 class ScheduledCall(ABC):
-    """The passes of one call. Subclasses return gradients in `finish_block` and `finish`.
+    """The passes of one call. Subclasses return the gradients of blocks in `finish_block`.
 
-    units: by block, where weights are sharded over data-parallel ranks; else (). RECOMPUTE: kinds of the
-    recomputation ops.
+    units: by block, where weights are sharded over data-parallel ranks; else ().
     """
-
-    RECOMPUTE: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, name: str, program: Program, work: Work, parameters: Sequence[BlockParameters], *,
@@ -68,7 +71,7 @@ class ScheduledCall(ABC):
         gathering = self._gathering = UnitGatherer(units) if units else None
         handlers = work.handlers()
         if differentiable and program.schedule.recomputed:
-            handlers = _as_now(handlers, self.RECOMPUTE)
+            handlers = _as_now(handlers, _RECOMPUTE)
         if gathering is not None:
             handlers = gathering.around(handlers, program, partial(_put, parameters, work.leaves))
         self._executor = Executor(handlers, program.schedule, program.label, context)
@@ -92,21 +95,23 @@ class ScheduledCall(ABC):
             token = _Block.apply(self, block, token, *self.block_tensors(block))
         return cast(Tensor, _Exit.apply(self, token))
 
-    @abstractmethod
     def entry_tensors(self) -> Sequence[Tensor]:
         """Tensors whose gradients `finish` returns."""
+        return []
 
-    @abstractmethod
     def block_tensors(self, block: int) -> Sequence[Tensor]:
-        """Tensors whose gradients `finish_block` returns."""
+        """Tensors whose gradients `finish_block` returns: the block's parameters that require gradients."""
+        return self._chosen(block, self._parameters[block].trained)
 
     @abstractmethod
     def finish_block(self, block: int) -> Sequence[Tensor | None]:
         """Run until the gradients of `block_tensors(block)` are complete; return them."""
 
-    @abstractmethod
     def finish(self) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Run the rest; return the gradients of the input and of `entry_tensors()`."""
+        with self._together():
+            self._run_to(len(self._backward))
+            return self._work.input_gradient(), []
 
     @abstractmethod
     def defer_weights(self) -> None:
@@ -150,11 +155,11 @@ class ScheduledCall(ABC):
     def recompute(self) -> None:
         """Run the recomputation ops and their collectives now, in schedule order; for a pipeline."""
         rest = self._backward[self._position :]
-        again = [step for step in rest if (step.op.of or step.op.kind) in self.RECOMPUTE]
+        again = [step for step in rest if (step.op.of or step.op.kind) in _RECOMPUTE]
         if not again:
             return
         self._require_unchanged()
-        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.RECOMPUTE)
+        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in _RECOMPUTE)
         self._backward = self._backward[: self._position] + left
         self._ends = self._program.ends_of(self._backward)
         if self._gathering is not None:
@@ -186,6 +191,10 @@ class ScheduledCall(ABC):
                     "recomputation would read the new values; change a copy, or change them after the backward pass"
                 )
 
+    def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
+        tensors = self._parameters[block].whole(self._units[block].parameters if self._units else None)
+        return [tensors[number] for number in numbers]
+
     def _run_to(self, end: int) -> None:
         begin, self._position = self._position, max(end, self._position)
         self._run(self._backward[begin : self._position])
@@ -194,9 +203,7 @@ class ScheduledCall(ABC):
         """Run a part of the backward pass. Recomputation reads parameters, through their stand-ins."""
         again: set[int] = set()
         if self._program.schedule.recomputed:
-            again = {
-                block for step in steps if step.op.kind in self.RECOMPUTE for block in self._program.reads(step.op)
-            }
+            again = {block for step in steps if step.op.kind in _RECOMPUTE for block in self._program.reads(step.op)}
         with torch.enable_grad(), self._stand_ins(again):
             self._executor.run(steps)
 
@@ -249,18 +256,6 @@ def refuse_second_derivatives(name: str) -> None:
         raise RuntimeError(
             f"second derivatives of {name} are not available: its backward pass runs collectives and in-place sums, "
             "which are not recorded; leave out create_graph=True"
-        )
-
-
-def refuse_recomputation(name: str) -> None:
-    """Raise RuntimeError in a recomputation, as by torch.utils.checkpoint around a stack.
-
-    The random numbers of a call depend on its number, and its ranks could leave it at other ops.
-    """
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"{name} was called in a backward pass, as by torch.utils.checkpoint around it; leave the checkpoint out "
-            'and give the stack recompute="full", whose recomputation overlaps, too'
         )
 
 

@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from oases.core.dtypes import QUANTISED, WIRE_BYTES
-from oases.core.execution.agreement import Form
-from oases.core.execution.failure import begin_call, monitor_of
+from oases.core.execution.failure import monitor_of
 from oases.core.execution.group import ProcessGroup, group_of, nccl_options, scheduler_of
 from oases.errors import UsageError
 from oases.extension import QuantizedBackend
@@ -95,7 +93,7 @@ class Wire:
     """
 
     def __init__(self, scheduler: Scheduler, size: int, wire_dtype: WireType | None) -> None:
-        self.scheduler = scheduler
+        self.scheduler, self.dtype = scheduler, wire_dtype
         self._size = size
         self._dtype = None if isinstance(wire_dtype, str) else wire_dtype
         self._wire: dict[str, Any] = {"wire": wire_dtype} if isinstance(wire_dtype, str) else {}
@@ -149,10 +147,7 @@ def quantised_type(option: str, given: object, also: str = "") -> str:
     raise UsageError(f"{option} must be {also}{QUANTISED!r} or None, got {given!r:.80}")
 
 
-WIRE_DTYPES: dict[str, WireType | None] = {
-    "none": None,
-    **{name: wire_type(name) for name in WIRE_BYTES},
-}
+WIRE_DTYPES: dict[str, WireType | None] = {"none": None} | {name: wire_type(name) for name in WIRE_BYTES}
 """Communication dtypes by the names that options take."""
 
 
@@ -241,44 +236,6 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
     except RuntimeError:  # of torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL, around a backend without options
         options = None
     return getattr(backend, "timeout", None) if options is None else options._timeout
-
-
-def form_of_input(x: Tensor) -> Form:
-    """Form of a layer's input, for `agreed_group`."""
-    return ("shape of the input", x.shape, "type of the input", x.dtype)
-
-
-def agreed_group(group_name: str, caller: str, code: str | None, option: str = "wire_dtype", about: Form = ()) -> str:
-    """Name of the group that runs a caller's collectives: the one named, or its wire's, see `add_wire`.
-
-    code: "int8" or None. Collective: the ranks compare what they give for this caller before anything is sent.
-    option: what the code was given as. about: more to compare, once for each value, so that inputs of varying sizes
-    do not wait for the store every time. UsageError with both codes, on all ranks, where they differ.
-    """
-    group = group_of(group_name)
-    assert group is not None
-    begin_call(group, caller, (option, code, *about), about=about)
-    if code is None:
-        return group_name
-    quantised_type(option, code)
-    return add_wire(group)
-
-
-def agreed_at_trace(group_name: str, caller: str, code: str | None) -> str:
-    """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
-    group = group_of(group_name)
-    known = _traced.setdefault(group, {})
-    if (caller, code) not in known:
-        known[caller, code] = agreed_group(group_name, caller, code)
-    return known[caller, code]
-
-
-# As torch.compiler.assume_constant_result marks it, which would load the compiler for all who compile nothing: half
-# as long again as importing torch.
-agreed_at_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-_traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDictionary()
-"""Groups of wires that ranks agreed on, by group."""
 
 
 def _created_by(backend: str) -> Callable[..., Any] | None:

@@ -10,8 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
+
+import torch
 
 from oases.core.schedule import Op, Schedule
 from oases.core.schedule.ops import STARTS
@@ -93,36 +95,23 @@ Handlers = Mapping[str, Callable[[Step], None]]
 """Implementation of each op, by `Step.key`."""
 
 
-class StackHandle(Protocol):
-    """Call of a stack whose backward pass a pipeline can split."""
-
-    def recompute(self) -> None:
-        """Recompute now, before the gradient arrives; the backward pass then skips it."""
-
-    def defer_weights(self) -> None:
-        """Before the backward pass: have it skip the weight gradients of its W ops."""
-
-    def compute_weights(self) -> None:
-        """After such a backward pass: accumulate the weight gradients into the parameters."""
-
-
 class StackHandles:
-    """Handles of stack calls, by which a pipeline recomputes early or defers weight gradients.
+    """Stack calls, as `ScheduledCall` has them, by which a pipeline recomputes early or defers weight gradients.
 
     They are weak references, valid as long as the calls' graphs, so this keeps no tensor alive, except deferred
     weight gradients until they are computed. All ranks of the stacks' groups must do the same at the same point.
     """
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], StackHandle | None]] = []
-        self._waiting: list[StackHandle] = []
+        self._calls: list[Callable[[], Any]] = []
+        self._waiting: list[Any] = []
 
-    def add(self, call: StackHandle) -> None:
+    def add(self, call: Any) -> None:
         """Add a call, in the order of the forward pass."""
         self._calls.append(ref(call))
 
     def recompute(self) -> None:
-        """Recompute now, with its collectives. A second call does nothing."""
+        """Recompute now, with its collectives, before the gradient arrives. A second call does nothing."""
         for call in self._backwards():
             call.recompute()
 
@@ -134,11 +123,11 @@ class StackHandles:
 
     def compute_weights(self) -> None:
         """After such a backward pass: accumulate the weight gradients into the parameters."""
-        for call in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
             call.compute_weights()
-        self._waiting = []
 
-    def _backwards(self) -> list[StackHandle]:
+    def _backwards(self) -> list[Any]:
         return [call for held in reversed(self._calls) if (call := held()) is not None]
 
 
@@ -154,6 +143,12 @@ class Context:
     spans: list[tuple[str, Any, Any]] | None = None
     clock: Callable[[], Any] = time.perf_counter
     handles: StackHandles = field(default_factory=StackHandles)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work queued on `device`; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Executor:

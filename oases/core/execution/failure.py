@@ -1,9 +1,14 @@
-"""Failure rule: an exception on one rank raises an error on every rank, and no rank waits for ever in a collective.
+"""Agreement and failure of ranks: no collective starts whose calls differ, and no rank waits for ever in one.
 
-The rank that fails writes its number, the op and the cause to the store of the default group, once; the first failure
-of a run counts. A thread on every rank polls the store twice a second, which is the only cost of a step without
-failures. When it finds a failure, or its own rank has one, it halts the schedulers of this process, and aborts its
-process groups a second later:
+Agreement. Collectives of unequal sizes or numbers end in an abort of the process, a wrong sum or the group's timeout.
+So before a call whose form (shapes, types, modes, schedule) differs from the caller's previous one, a rank writes the
+form to the group's store and waits for those of the others. A rank whose form did not change waits for nobody: if it
+is in a collective already, its monitor, which polls the store, answers with the form that it runs.
+
+Failure. An exception on one rank raises an error on every rank. The rank that fails writes its number, the op and the
+cause to the store of the default group, once; the first failure of a run counts. A thread on every rank polls the
+store twice a second, which is the only cost of a step without failures. When it finds a failure, or its own rank has
+one, it halts the schedulers of this process, and aborts its process groups a second later:
 
 - NCCL's and staged's collectives end. Their results are not those of all ranks, and a host may have queued an
   optimizer's step on them; `FailsTogether.confirm` looks before one.
@@ -14,35 +19,33 @@ Every rank raises FailedRankError with that first failure, in what it runs then 
 started different collectives, so the groups cannot be used again. The launcher restarts the run from a checkpoint.
 
 `FailTogether` is the context of work that all ranks do together: passes of a schedule, stages, steps of a trainer. A
-backward pass and a module's forward pass are the caller's; `watch_backward` and `watch_passes` notice where they end
-early. Not noticed: exceptions between them, such as an optimizer's, and interrupts in a forward pass outside of
-stacks and layers, of which torch tells no hook; the end of their process closes its connections.
-`raise_together` is for work without collectives, after which all ranks go on, or raise the same error.
+backward pass is the caller's; `watch_backward` notices where it ends early. Not noticed: exceptions between passes,
+such as an optimizer's; the end of their process closes its connections.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from oases.core.execution.agreement import CallAgreement, Form, Samples
-from oases.core.execution.group import HoldsGroup, ProcessGroup, all_gather_objects, scheduler_of
+from oases.core.execution.group import HoldsGroup, ProcessGroup, scheduler_of
 from oases.errors import UsageError
 from oases.extension import OverlapScheduler
 
@@ -105,8 +108,11 @@ class FailureMonitor:
         """Number of the backward pass that is watched."""
         self.process = os.getpid()
         store: Any = _get_process_group_store(world)
+        innermost = store
+        while isinstance(innermost, dist.PrefixStore):
+            innermost = innermost.underlying_store
         # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
-        self._alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(world) == "fake"
+        self._alone = isinstance(innermost, dist.HashStore) or dist.get_backend(world) == "fake"
         # A clone, because a store client is locked while another thread uses it. torchrun's store outlives restarts.
         prefix = f"oases/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, dist.HashStore() if self._alone else store.clone())
@@ -209,12 +215,14 @@ def check(group: ProcessGroup | None) -> None:
 
 
 def begin_call(
-    group: ProcessGroup | None, caller: str, form: Form, samples: Samples | None = None, about: Form = ()
+    group: ProcessGroup | None, caller: str, form: Form, tensors: Sequence[Tensor] | None = None, about: Form = ()
 ) -> None:
-    """Begin a call whose collectives all ranks of a group start; see `CallAgreement.begin`.
+    """Begin a call whose collectives all ranks of a group start.
 
-    UsageError, on all ranks, where their forms or samples differ; FailedRankError where a rank is in its call
-    already, or has failed before. RuntimeError in a fork of the process that created the group.
+    form: what is to be equal in each call of this caller. tensors: of the input, where the ranks compare samples of
+    them. about: more to compare, once for each value. UsageError, on all ranks, where forms or samples differ;
+    FailedRankError where a rank is in its call already, or has failed before. RuntimeError in a fork of the process
+    that created the group.
     """
     monitor = monitor_of(group)
     if group is None or monitor is None:
@@ -225,12 +233,35 @@ def begin_call(
             "threads a fork does not have; start processes by spawn, or create group and model after the fork"
         )
     monitor.check()
-    found = monitor.calls_of(group).begin((caller, about), form, samples, monitor.check)
-    if found is None:
+    found, stuck = monitor.calls_of(group).agree((caller, about), form, tensors, monitor.check)
+    if found and not stuck:
+        raise CallsDifferError(f"{caller}: {found}")
+    if found:
+        raise error_of(monitor.tell(Failure(monitor.rank, caller, found)))
+
+
+def refuse_capture(x: Tensor) -> None:
+    """Raise RuntimeError during CUDA graph capture: the host starts and times collectives in every step."""
+    if x.device.type in ("cpu", "meta"):
         return
-    if not found.stuck:
-        raise CallsDifferError(f"{caller}: {found.text}")
-    raise error_of(monitor.tell(Failure(monitor.rank, caller, found.text)))
+    capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        raise RuntimeError(
+            "overlapped layers cannot be captured into a CUDA graph: the host starts and times their collectives "
+            "in every step; leave them out of the capture"
+        )
+
+
+def refuse_recomputation(name: str) -> None:
+    """Raise RuntimeError in a recomputation, as by torch.utils.checkpoint around a stack.
+
+    The random numbers of a call depend on its number, and its ranks could leave it at other ops.
+    """
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"{name} was called in a backward pass, as by torch.utils.checkpoint around it; leave the checkpoint out "
+            'and give the stack recompute="full", whose recomputation overlaps, too'
+        )
 
 
 class CallsDifferError(UsageError):
@@ -286,28 +317,6 @@ class FailTogether:
         raise error_of(first, alone=monitor is None) from error
 
 
-@contextmanager
-def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
-    """Raise an exception of the body on every rank at the end of the block. Collective.
-
-    All ranks then go on. The body itself must contain no collective. FailedRankError after a failure of the run.
-    """
-    check(process_group)
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    told = None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")
-    said = all_gather_objects(told, process_group)
-    if mine is not None:
-        raise mine
-    for rank, what in enumerate(said):
-        if what is not None:
-            is_usage_error, text = what
-            raise (UsageError if is_usage_error else RuntimeError)(f"rank {rank}: {text}")
-
-
 class FailsTogether(HoldsGroup):
     """Mixin of a module whose calls fail on all ranks."""
 
@@ -321,13 +330,6 @@ class FailsTogether(HoldsGroup):
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
         check(self.process_group)
-
-
-# --- passes that the caller runs ---
-
-
-class EarlyEnd(Exception):  # noqa: N818  (no error)
-    """Leaves a forward pass early on all ranks of a group, at the same point; not reported as a failure."""
 
 
 def watch_backward(monitor: FailureMonitor | None, label: str) -> None:
@@ -366,69 +368,201 @@ class _BackwardPass:
             monitor.tell(Failure(monitor.rank, self._where, cause))
 
 
-def watch_passes(module: nn.Module, group: Callable[[], ProcessGroup | None]) -> None:
-    """Tell all ranks where a module's forward pass, or the backward pass from its results, fails.
-
-    group: of this rank, at each call; a method of an object that is copied with the module.
-    """
-    passes = _Passes(type(module).__name__, group)
-    module.register_forward_pre_hook(passes.begin)
-    module.register_forward_hook(passes.end, always_call=True)
-
-
-class _Passes:
-    """Hooks of one module. where: its name."""
-
-    def __init__(self, where: str, group: Callable[[], ProcessGroup | None]) -> None:
-        self._where, self._group = where, group
-        self._open: list[BaseException | None] = []
-
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Note what is before a forward pass."""
-        self._open.append(sys.exc_info()[1])
-
-    def end(self, module: nn.Module, args: Any, result: Any) -> None:
-        """After a forward pass: tell its exception, or watch what autograd makes of its results."""
-        if not self._open:  # refused before it began, by all ranks
-            return
-        outer, error = self._open.pop(), sys.exc_info()[1]
-        if isinstance(error, EarlyEnd):
-            return
-        if error is not None and error is not outer:
-            monitor = monitor_of(self._group())
-            if monitor is not None and monitor.failure is None:
-                monitor.tell(Failure.of(error, monitor.rank, self._where))
-        elif torch.is_grad_enabled():
-            for tensor in differentiable(result):
-                tensor.register_hook(self._arrived)
-
-    def _arrived(self, grad: Tensor) -> None:
-        watch_backward(monitor_of(self._group()), self._where)
-
-
-def differentiable(result: Any) -> list[Tensor]:
-    """Tensors in a module's result that a backward pass may come from."""
-    # Of vocabulary-parallel logits, from which the loss is computed, this rank's part.
-    found = (getattr(leaf, "part", leaf) for leaf in pytree.tree_leaves(result))
-    return [each for each in found if isinstance(each, Tensor) and each.requires_grad]
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def lost_a_rank(error: BaseException) -> bool:
-    """Whether a link or a rank is gone, rather than an op has failed."""
-    # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
-    # A lost connection to the store is a DistNetworkError.
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
-        type(error) is RuntimeError and "gloo" in str(error).lower()
-    )
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an op ran out of memory."""
     # On the CPU torch raises a RuntimeError, recognisable by its text alone.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+# --- agreement ---
+
+Form = tuple[Any, ...]
+"""Hashable description of a call: alternating names and values, for messages."""
+Sample = str | list[list[float]]
+"""Hash of a tensor's integers, or sums over its segments and how much each may differ."""
+Samples = list[Sample]
+
+_SEGMENTS = 64
+"""Segments of a tensor, both of neighbouring numbers and of every 64th."""
+_ABSENT = "not given"
+_PATIENT_SECONDS = 0.02
+"""Pause between looks at the store, at most."""
+_TOLERANCE = 0.05
+"""Largest difference of a sum, relative to the spread of its segment, that ranks may have from rounding."""
+_LARGE = 1e12
+_ROUNDING = 2.0**-10
+"""The same, relative to the segment's size: numbers of 32 bits may come from matmuls of fewer."""
+
+
+class _Call(NamedTuple):
+    """Call that the main thread runs. asks: whether it writes its form to the store itself."""
+
+    number: int
+    form: Form
+    asks: bool
+
+
+class CallAgreement:
+    """Calls of one group on this rank, counted, and their forms. Collective, except for calls of unchanged forms.
+
+    store: of the group, which other threads may use. ranks: of the group that exist.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._prefix, self._rank = store, prefix, rank
+        self._others = [each for each in ranks if each != rank]
+        self._known: dict[Hashable, Form] = {}
+        self._call = _Call(0, (), False)
+        self._answered = 0
+        self._lock = threading.Lock()
+
+    def agree(
+        self, caller: Hashable, form: Form, tensors: Sequence[Tensor] | None, check: Callable[[], None]
+    ) -> tuple[str, bool]:
+        """Begin a call; return how the ranks differ, "" for not, and whether one is in its collectives already.
+
+        caller: its key, equal in each of its calls whose forms are to be equal. check: raises, while this rank waits
+        for others, a failure of one of them. DistBackendError for a rank that does not come within the store's
+        timeout.
+        """
+        if not self._others:
+            return "", False
+        number = self._call.number + 1
+        asks = tensors is not None or self._known.get(caller) != form
+        with self._lock:
+            self._call = _Call(number, form, asks)
+        if not asks:
+            return "", False
+        self._known[caller] = form
+        mine = self._text(self._call, None if tensors is None else samples_of(tensors))
+        self._store.set(self._key(number, self._rank), mine)
+        self._store.set(f"{self._prefix}/asked", str(number))
+        said = {self._rank: json.loads(mine)} | self._wait_for_others(number, check)
+        found = _difference(said)
+        if found:
+            del self._known[caller]
+        return found, any(each.get("stuck") for each in said.values())
+
+    def answer(self) -> None:
+        """Tell ranks that ask about the current call its form. Called by the monitor's thread, now and then."""
+        key = f"{self._prefix}/asked"
+        if not self._others or not self._store.check([key]):
+            return
+        number = int(self._store.get(key))
+        with self._lock:
+            call = self._call
+            if call.number >= number and not call.asks and self._answered != number:
+                self._answered = number
+                self._store.set(self._key(number, self._rank), self._text(call, None))
+
+    def _key(self, number: int, rank: int) -> str:
+        """Key of what a rank says of a call. Two in turns, because after a disagreement, which has no collectives, a
+        rank may be in its next call before another has read this one's.
+        """
+        return f"{self._prefix}/{rank}/{number % 2}"
+
+    @staticmethod
+    def _text(call: _Call, samples: Samples | None) -> str:
+        form = [str(part) for part in call.form]
+        return json.dumps({"number": call.number, "form": form, "stuck": not call.asks, "samples": samples})
+
+    def _wait_for_others(self, number: int, check: Callable[[], None]) -> dict[int, dict[str, Any]]:
+        """Collect the answers of the others, by rank; {} for one that has gone on from it, and so agreed."""
+        found: dict[int, dict[str, Any]] = {}
+        store: Any = self._store
+        end = time.monotonic() + store.timeout.total_seconds()
+        pause = 1e-4
+        while True:
+            for rank in self._others:
+                key = self._key(number, rank)
+                if rank not in found and self._store.check([key]):
+                    said = json.loads(self._store.get(key))
+                    if said["number"] >= number:
+                        found[rank] = said if said["number"] == number or said["stuck"] else {}
+            if len(found) == len(self._others):
+                return found
+            check()
+            if time.monotonic() > end:
+                gone = ", ".join(str(rank) for rank in self._others if rank not in found)
+                raise dist.DistBackendError(
+                    f"rank {self._rank} waited for rank {gone} to make the same call; see why it does not "
+                    "come to it, or give init_process_group a longer timeout"
+                )
+            time.sleep(pause)
+            pause = min(_PATIENT_SECONDS, 2 * pause)
+
+
+def _difference(said: Mapping[int, dict[str, Any]]) -> str:
+    """First difference from the lowest rank, equal on all ranks that said something; "" for none."""
+    first, *others = sorted(rank for rank in said if said[rank])
+    mine = said[first]
+    for rank in others:
+        theirs = said[rank]
+        ours, its = (dict(zip(each["form"][::2], each["form"][1::2], strict=True)) for each in (mine, theirs))
+        for name in ours | its:
+            value, other = ours.get(name, _ABSENT), its.get(name, _ABSENT)
+            if other != value:
+                return (
+                    f"the {name} differs between ranks of one group: {value} on rank {first}, "
+                    f"{other} on rank {rank}; make the same calls on all of them"
+                )
+        if mine["samples"] and theirs["samples"] and not alike(mine["samples"], theirs["samples"]):
+            return (
+                f"ranks {first} and {rank} were given different inputs, of which each computes a part of one result; "
+                "give all ranks of a tensor-parallel group the same batch, and vary batches over data-parallel "
+                "replicas alone"
+            )
+    return ""
+
+
+def samples_of(tensors: Iterable[Tensor]) -> Samples:
+    """Digest of each tensor, for ranks to compare: a hash of integers, weighted sums of other numbers.
+
+    Another number changes two sums: that of its neighbours, and that of every 64th number, in most tensors of one
+    channel. A large channel or outlier therefore hides its own segments alone.
+    """
+    return [_sample(tensor.detach()) for tensor in tensors if not tensor.is_meta]
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor) -> Sample:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    if not flat.is_floating_point():
+        return hashlib.blake2b(
+            flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16
+        ).hexdigest()
+    rounding = max(_ROUNDING, torch.finfo(flat.dtype).eps)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    flat = torch.nan_to_num(flat, 0.0, _LARGE, -_LARGE).clamp(-_LARGE, _LARGE)  # of masks, whose squares overflow
+    segments = min(_SEGMENTS, len(flat) // 4)
+    length = len(flat) // segments if segments else 0
+    head, tail = flat[: segments * length], flat[segments * length :]
+    views = [head.view(segments, length), head.view(length, segments).t(), tail.view(1, -1)]
+    found = [_sums(rows, rounding) for rows in views if rows.numel()]
+    return torch.cat(found, 1).double().tolist() if found else [[], []]
+
+
+def _sums(rows: Tensor, rounding: float) -> Tensor:
+    """[segments, numbers] -> [2, segments]: a weighted sum of each segment, and how much it may differ."""
+    # Other weights for each number, so that exchanged numbers change the sum.
+    count = rows.shape[1]
+    weights = torch.arange(1, count + 1, device=rows.device, dtype=torch.float32).square().sin().to(rows.dtype)
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    spread = (norm.square() - count * rows.mean(1).square()).clamp_min(0).sqrt()
+    return torch.stack((rows @ weights, _TOLERANCE * spread + rounding * norm))
+
+
+def is_sampled(call: int) -> bool:
+    """Whether the ranks compare samples of their inputs at this call, counted from 1: at the powers of two."""
+    return call & (call - 1) == 0
+
+
+def alike(one: Samples, other: Samples) -> bool:
+    """Whether samples of the same tensors are equal up to rounding."""
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(mine: Sample, theirs: Sample) -> bool:
+    if isinstance(mine, str) or isinstance(theirs, str) or len(mine[0]) != len(theirs[0]):
+        return mine == theirs
+    return not any(abs(a - b) > max(allowed, its) for a, allowed, b, its in zip(*mine, *theirs, strict=True))

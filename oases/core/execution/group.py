@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from oases.extension import OverlapScheduler
@@ -100,30 +98,6 @@ def nccl_options(max_ctas: int = 8) -> Any:
     return options
 
 
-def refuse_capture(x: Tensor) -> None:
-    """Raise RuntimeError during CUDA graph capture: the host starts and times collectives in every step."""
-    if x.device.type in ("cpu", "meta"):
-        return
-    capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
-    if capturing is not None and capturing():
-        raise RuntimeError(
-            "overlapped layers cannot be captured into a CUDA graph: the host starts and times their collectives "
-            "in every step; leave them out of the capture"
-        )
-
-
 def scheduler_of(process_group: ProcessGroup) -> Any:
     """The group's OverlapScheduler, shared by all its layers."""
     return OverlapScheduler.of(process_group.group_name)
-
-
-def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
-    """`size` divided by the group size; ValueError, with the degrees that divide it, where that is not whole."""
-    parts = group_size(process_group)
-    if size % parts:
-        fits = [t for t in range(1, 65) if size % t == 0]
-        raise ValueError(
-            f"{what} is {size}, which does not divide by the tensor-parallel degree {parts}; "
-            f"degrees that divide it: {', '.join(map(str, fits))}"
-        )
-    return size // parts

@@ -12,6 +12,7 @@ import functools
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,17 +20,33 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.extension import Leaves, Piece, generator_mark
+from oases.extension import DeferredGradients, Leaves, Piece
 
 __all__ = [
-    "BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "outside_of_dynamo",
-    "read_only", "recorded", "require_compiler",
+    "BlockParameters", "DeferredGradients", "Leaves", "Piece", "method_of", "outside_of_dynamo", "read_only",
+    "recorded", "require_compiler",
 ]  # fmt: skip
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+deferring: ContextVar[DeferredGradients | None] = ContextVar("oases_deferring", default=None)
+"""Where linears of the current forward pass record weight gradients; a context variable, to cross user modules."""
+in_piece = [False]
+"""Whether a compiled block is called by a piece that defers; torch.compile guards on it."""
+_of_compiled: list[type[DeferredGradients]] = [DeferredGradients]
+
 # By block: its methods, compiled with the block's options.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+def defer_compiled_by(kind: type[DeferredGradients]) -> None:
+    """Have pieces of compiled blocks record weight gradients in objects of `kind`."""
+    _of_compiled[:] = [kind]
+
+
+def deferral(leaves: Leaves, *, compiled: bool) -> DeferredGradients:
+    """Weight gradients that a piece of a block, compiled or not, defers."""
+    return (_of_compiled[0] if compiled else DeferredGradients)(leaves)
 
 
 def require_compiler(name: str | None) -> None:
@@ -189,41 +206,3 @@ class BlockParameters:
         if by_name is None:
             return self.parameters
         return [by_name.get(name, own) for name, own in zip(self.names, self.parameters, strict=True)]
-
-
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Generators that ops on `device` draw from: the CPU's, and an accelerator's own."""
-    found = [torch.default_generator]
-    if device.type not in ("cpu", "meta"):
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        found.append(torch.get_device_module(device).default_generators[index])
-    return found
-
-
-class RandomStates:
-    """Random states at the start of pieces, for recomputation; copied only after something has drawn."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = default_generators(device)
-        self._states: list[Tensor] = []
-        self._marks: list[int] | None = None
-
-    def now(self) -> list[Tensor]:
-        """States of all generators."""
-        marks = [generator_mark(generator) for generator in self._generators]
-        if marks != self._marks:
-            self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
-        return self._states
-
-    def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `function` with random numbers drawn from these states; the current states are restored."""
-        kept = [generator.get_state() for generator in self._generators]
-        self._set(states)
-        try:
-            return function()
-        finally:
-            self._set(kept)
-
-    def _set(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)

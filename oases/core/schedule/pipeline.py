@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain, repeat
 from typing import Literal
 
 from oases.core.schedule.ops import Op, ScheduleError
-from oases.core.schedule.schedule import Pass, Placement, Schedule, StageReading, passes_of, stage_of
+from oases.core.schedule.schedule import Placement, Schedule, stage_of
 from oases.core.schedule.text import from_text, is_text
 from oases.limits import MOST_PLACES
 
 Turn = tuple[Literal["F", "R", "B", "W"], int]
 """A pass and its micro-batch. R: early recomputation; without it a stage recomputes right before B."""
+Pass = tuple[Literal["F", "R", "B", "W"], int, int]
+"""Pass (F, B, R or W), model part and micro-batch."""
 
 
 # --- turns of one stage, by the number of stages after it and of micro-batches ---
@@ -141,17 +142,10 @@ def _zb_v(num_stages: int, num_micro_batches: int, stage: int, chunks: int) -> I
         made[turn] += 1
 
 
-_PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
-    "gpipe": _of_part(_gpipe),
-    "one_f_one_b": _of_part(_one_f_one_b),
-    "pre_recompute": _of_part(_pre_recompute),
-    "last_no_recompute": _of_part(_last_no_recompute),
-    "shifted_critical_path": _of_part(_shifted_critical_path),
-    "zb_h1": _zero_bubble,
-    "interleaved": _interleaved,
-    "zb_v": _zb_v,
-}
+PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {}
 """Generators of a stage's passes, by (stages, micro-batches, stage, chunks)."""
+PIPELINES: dict[str, Callable[..., Schedule]] = {}
+"""Generators of schedules, functions of num_stages, num_micro_batches and recompute=True."""
 
 
 # --- lists of ops ---
@@ -173,7 +167,7 @@ def _listed(
     def ops(stage: int) -> Iterator[Op]:
         recomputed = recompute and not (keeps_last and stage == num_stages - 1)
         early = set[tuple[int, int]]()
-        for kind, part, m in _PASSES[name](num_stages, num_micro_batches, stage, chunks):
+        for kind, part, m in PASSES[name](num_stages, num_micro_batches, stage, chunks):
             if kind == "R":
                 early.add((part, m))
                 if recomputed:
@@ -195,65 +189,43 @@ def _listed(
     return replace(made, recompute=made.extent) if recompute else made
 
 
-def gpipe(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """GPipe: all forward passes, then all backward passes in reverse order."""
-    return _listed("gpipe", num_stages, num_micro_batches, recompute)
+def _pipeline(
+    name: str, passes: Callable[[int, int, int, int], Iterator[Pass]], about: str, *, chunks: int = 1,
+    keeps_last: bool = False, placement: Placement = "loop",
+) -> Callable[..., Schedule]:  # fmt: skip
+    """Make a generator of schedules, and note it by name."""
+
+    def generator(num_stages: int, num_micro_batches: int, recompute: bool = True, chunks: int = chunks) -> Schedule:
+        return _listed(
+            name, num_stages, num_micro_batches, recompute, chunks=chunks, keeps_last=keeps_last, placement=placement
+        )
+
+    generator.__name__, generator.__doc__ = name, about
+    PASSES[name], PIPELINES[name] = passes, generator
+    return generator
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """1F1B: the fewest micro-batches in flight that fill the pipeline, then one forward and one backward pass in
-    turn.
-    """
-    return _listed("one_f_one_b", num_stages, num_micro_batches, recompute)
+gpipe = _pipeline("gpipe", _of_part(_gpipe), "GPipe: all forward passes, then all backward passes in reverse order.")
+one_f_one_b = _pipeline("one_f_one_b", _of_part(_one_f_one_b), """1F1B: the fewest micro-batches in flight that fill
+    the pipeline, then one forward and one backward pass in turn.""")  # fmt: skip
+pre_recompute = _pipeline("pre_recompute", _of_part(_pre_recompute), """1F1B that recomputes the last micro-batches
+    while their gradients are in flight.""")  # fmt: skip
+last_no_recompute = _pipeline("last_no_recompute", _of_part(_last_no_recompute), """`pre_recompute` whose last stage
+    keeps its activations, as its backward pass follows at once.""", keeps_last=True)  # fmt: skip
+shifted_critical_path = _pipeline("shifted_critical_path", _of_part(_shifted_critical_path), """`last_no_recompute`
+    whose second-to-last stage runs one forward pass ahead, so that no stage waits for the last.""",
+    keeps_last=True)  # fmt: skip
+interleaved = _pipeline("interleaved", _interleaved, """Interleaved 1F1B with `chunks` model parts per stage: a bubble
+    shorter by that factor, as many times the messages.
 
-
-def pre_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """1F1B that recomputes the last micro-batches while their gradients are in flight."""
-    return _listed("pre_recompute", num_stages, num_micro_batches, recompute)
-
-
-def last_no_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """`pre_recompute` whose last stage keeps its activations, as its backward pass follows at once."""
-    return _listed("last_no_recompute", num_stages, num_micro_batches, recompute, keeps_last=True)
-
-
-def shifted_critical_path(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """`last_no_recompute` whose second-to-last stage runs one forward pass ahead, so that no stage waits for the
-    last.
-    """
-    return _listed("shifted_critical_path", num_stages, num_micro_batches, recompute, keeps_last=True)
-
-
-def zb_h1(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """ZB-H1: 1F1B with weight gradients as passes of their own, which fill most of the bubble at the same memory."""
-    return _listed("zb_h1", num_stages, num_micro_batches, recompute)
-
-
-def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B with `chunks` model parts per stage: a bubble shorter by that factor, as many times the
-    messages.
-
-    num_micro_batches must be a multiple of num_stages, else ScheduleError.
-    """
-    return _listed("interleaved", num_stages, num_micro_batches, recompute, chunks=chunks)
-
-
-def zb_v(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """ZB-V: two model parts per stage, the first on the way down and the second on the way back up, with weight
-    gradients as passes of their own.
+    num_micro_batches must be a multiple of num_stages, else ScheduleError.""", chunks=2)  # fmt: skip
+zb_h1 = _pipeline("zb_h1", _zero_bubble, """ZB-H1: 1F1B with weight gradients as passes of their own, which fill most
+    of the bubble at the same memory.""")  # fmt: skip
+zb_v = _pipeline("zb_v", _zb_v, """ZB-V: two model parts per stage, the first on the way down and the second on the
+    way back up, with weight gradients as passes of their own.
 
     With passes of equal length the bubble is half that of `zb_h1` at the memory of its first stage, on every stage.
-    The loss is on the first stage.
-    """
-    return _listed("zb_v", num_stages, num_micro_batches, recompute, chunks=2, placement="v")
-
-
-PIPELINES: dict[str, Callable[..., Schedule]] = {
-    function.__name__: function
-    for function in (
-        gpipe, one_f_one_b, pre_recompute, last_no_recompute, shifted_critical_path, interleaved, zb_h1, zb_v,
-    )
-}  # fmt: skip
+    The loss is on the first stage.""", chunks=2, placement="v")  # fmt: skip
 
 
 def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks: int = 1) -> None:
@@ -262,7 +234,7 @@ def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks
     pipeline: a name or a text.
     """
     if is_text(pipeline):
-        written = _parsed(pipeline)
+        written = from_text(pipeline, "stage")
         sizes = written.num_stages, written.num_sub_batches
         if sizes != (num_stages, num_micro_batches):
             raise ScheduleError(
@@ -297,78 +269,3 @@ def generate_pipeline(name: str, num_stages: int, num_micro_batches: int, recomp
     """Generate the named pipeline schedule. Raises ScheduleError."""
     require_sizes(name, num_stages, num_micro_batches)
     return PIPELINES[name](num_stages, num_micro_batches, recompute)
-
-
-# --- pipelines by name or in text form ---
-
-
-def _parsed(text: str) -> Schedule:
-    return from_text(text, "stage")
-
-
-def name_of(pipeline: str) -> str:
-    """Name of a pipeline given by name or in its text form."""
-    return _parsed(pipeline).name if is_text(pipeline) else pipeline
-
-
-@lru_cache(maxsize=16)
-def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """Resolve a pipeline given by name or in its text form. Raises ScheduleError."""
-    require_sizes(pipeline, num_stages, num_micro_batches)
-    return (
-        _parsed(pipeline)
-        if is_text(pipeline)
-        else generate_pipeline(pipeline, num_stages, num_micro_batches, recompute)
-    )
-
-
-@lru_cache(maxsize=64)
-def chunks_of(pipeline: str) -> int:
-    """Model parts per stage of a pipeline given by name or in its text form."""
-    return _parsed(pipeline).chunks if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).chunks
-
-
-@lru_cache(maxsize=64)
-def placement_of(pipeline: str) -> Placement:
-    """Placement of the model parts of a pipeline given by name or in its text form."""
-    return _parsed(pipeline).placement if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).placement
-
-
-@lru_cache(maxsize=1024)
-def parts_on(pipeline: str, num_stages: int, stage: int) -> tuple[int, ...]:
-    """Model parts of a stage, in order."""
-    placement = placement_of(pipeline)
-    parts = range(num_stages * chunks_of(pipeline))
-    return tuple(part for part in parts if stage_of(part, num_stages, placement) == stage)
-
-
-def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Pass]:
-    """Iterate over the passes of one stage, of a pipeline given by name or in its text form. Raises ScheduleError.
-
-    No list is built for a name: a planner looks at thousands of micro-batches.
-    """
-    require_sizes(pipeline, num_stages, num_micro_batches)
-    if is_text(pipeline):
-        return passes_of(_parsed(pipeline).stages[stage])
-    return _PASSES[pipeline](num_stages, num_micro_batches, stage, chunks_of(pipeline))
-
-
-@lru_cache(maxsize=4096)
-def read_stage(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> StageReading:
-    """Properties of a stage that follow from its passes, of a pipeline given by name or in its text form."""
-    return StageReading.of_passes(passes(pipeline, num_stages, num_micro_batches, stage))
-
-
-def enough(pipeline: str, num_stages: int) -> int:
-    """Micro-batches that suffice to read a stage: those of a text, or so many that more change nothing."""
-    return _parsed(pipeline).num_sub_batches if is_text(pipeline) else 4 * num_stages
-
-
-def in_flight(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> int:
-    """Maximum number of micro-batches between forward and backward pass on the stage, over all its parts."""
-    few = min(num_micro_batches, enough(pipeline, num_stages))
-    if few < num_micro_batches:
-        found = read_stage(pipeline, num_stages, few, stage).in_flight
-        if found < few * chunks_of(pipeline):  # steady state: 1F1B
-            return found
-    return read_stage(pipeline, num_stages, num_micro_batches, stage).in_flight

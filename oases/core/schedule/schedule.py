@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Literal
 
 from oases.core.schedule.ops import STARTS, TRANSFERS, Op, Unit
@@ -15,8 +14,6 @@ Place = tuple[int, int]
 Extent = Literal["none", "some", "full"]
 Placement = Literal["loop", "v"]
 """Placement of model parts on pipeline stages, see `stage_of`."""
-Lane = Literal["to the next stage", "to the stage before", ""]
-"""Lane of messages between stages; "" for none."""
 _AGAIN = ("R", "RC", "RD", "RE")
 
 
@@ -28,15 +25,6 @@ def stage_of(part: int, num_stages: int, placement: Placement) -> int:
     """
     turn, place = divmod(part, num_stages)
     return num_stages - 1 - place if placement == "v" and turn % 2 else place
-
-
-def lane_of(part: int, of: Literal["F", "B"], num_stages: int, placement: Placement) -> Lane:
-    """Lane that carries a part's activation (F) or gradient (B); "" where the part that reads it is on its stage."""
-    reader = part + 1 if of == "F" else part - 1
-    if stage_of(part, num_stages, placement) == stage_of(reader, num_stages, placement):
-        return ""
-    back = placement == "v" and part // num_stages % 2 == 1
-    return "to the stage before" if (of == "B") != back else "to the next stage"
 
 
 @dataclass(frozen=True)
@@ -171,15 +159,6 @@ class Schedule:
         """(block, sub-batch) whose tokens are sent to experts by ops of the list, between D and E and after it."""
         return frozenset((op.block, op.sub_batch) for op in self.ops if op.kind == "D")
 
-    def all_reduces_per_layer(self) -> float:
-        """All-reduces per transformer layer (two blocks) and sub-batch.
-
-        With sequence parallelism a reduce-scatter and an all-gather, which send as many bytes, count as one.
-        """
-        sums = [op for op in self.collectives if op.kind != "all_to_all"]
-        halves = sum(2 if op.kind == "all_reduce" else 1 for op in sums)
-        return halves / (self.num_blocks * self.num_sub_batches)
-
     # --- experts ---
 
     @cached_property
@@ -206,78 +185,6 @@ class Schedule:
             found[self.stage_of(op.block)].append(op)
         return tuple(map(tuple, found))
 
-    @cached_property
-    def readings(self) -> tuple[StageReading, ...]:
-        """Properties of each stage that follow from its list."""
-        return tuple(StageReading.of(ops) for ops in self.stages)
-
-    def in_flight(self, stage: int) -> int:
-        """Maximum number of micro-batches between forward and backward pass on a stage, over all its parts."""
-        return self.readings[stage].in_flight
-
     def recomputes(self, stage: int) -> bool:
         """Whether a stage recomputes its forward passes."""
         return any(op.kind == "R" for op in self.stages[stage])
-
-
-Pass = tuple[Literal["F", "R", "B", "W"], int, int]
-"""Pass (F, B, R or W), model part and micro-batch. R: early recomputation; else it is part of the backward pass."""
-
-
-def passes_of(ops: Sequence[Op]) -> Iterator[Pass]:
-    """Iterate over the passes in a stage's list, in order."""
-    for op, after in zip_longest(ops, ops[1:]):
-        inside = op.kind == "R" and after == ("B", op.block, op.sub_batch, None)
-        if op.kind in ("F", "R", "B", "W") and not inside:
-            yield op.kind, op.block, op.sub_batch
-
-
-@dataclass(frozen=True)
-class StageReading:
-    """Properties of one pipeline stage, read off its passes by the planner.
-
-    early: (part, micro-batch) pairs recomputed before their gradient arrives. in_flight: maximum number of
-    micro-batches between forward and backward pass. held: (those in flight, those with deferred weight gradients) at
-    a time, when another pass than their W begins, without pairs of which another one has as many of both.
-    has_weights: whether weight gradients are passes of their own. last: the stage's last pass, after which no
-    gradient is accumulated.
-    """
-
-    early: frozenset[Place]
-    in_flight: int
-    held: tuple[tuple[int, int], ...]
-    has_weights: bool
-    last: Pass
-
-    @staticmethod
-    def of(ops: Sequence[Op]) -> StageReading:
-        """Read the ops of a stage."""
-        return StageReading.of_passes(passes_of(ops))
-
-    @staticmethod
-    def of_passes(passes: Iterator[Pass]) -> StageReading:
-        """Read the passes of a stage, at least one."""
-        early: set[Place] = set()
-        flying = backward = weights = 0
-        most: dict[int, int] = {}  # in flight, by the number of deferred weight gradients
-        last: Pass | None = None
-        for last in passes:
-            kind = last[0]
-            if kind == "W":
-                weights += 1
-                continue
-            flying += kind == "F"
-            if kind == "R":
-                early.add(last[1:])
-            if flying > most.get(backward - weights, 0):
-                most[backward - weights] = flying
-            if kind == "B":
-                flying, backward = flying - 1, backward + 1
-        assert last is not None, "a stage has passes"
-        held = [(max(most.values()), 0)]
-        if weights:
-            held = []
-            for waiting in sorted(most, reverse=True):
-                if not held or most[waiting] > held[-1][0]:
-                    held.append((most[waiting], waiting))
-        return StageReading(frozenset(early), max(most.values()), tuple(held), weights > 0, last)

@@ -126,8 +126,9 @@ class _Passes:
         # The sub-batch that finished last goes first.
         order = list(reversed(range(self.num_sub_batches)))
         for b in reversed(range(self.num_blocks)):
+            again = [Op("R", b, s) for s in range(self.num_sub_batches) if b in self.recomputed]
             if b in self.joint:
-                yield from self._recomputed(b, 0)
+                yield from again[:1]
                 for s in order:
                     yield from self._arrived(b, s)
                     yield Op("BC", b, s)
@@ -135,8 +136,7 @@ class _Passes:
                 yield from (Op("all_reduce", b, s, "B") for s in order)
                 yield Op("W", b, 0)
                 continue
-            for s in range(self.num_sub_batches):
-                yield from self._recomputed(b, s)
+            yield from again
             for s in order:
                 yield from self._arrived(b, s)
                 yield from started("B", b, s)
@@ -147,10 +147,6 @@ class _Passes:
         if block >= 0:
             for s in range(self.num_sub_batches):
                 yield from received("F", block, s, "C")
-
-    def _recomputed(self, block: int, s: int) -> Iterator[Op]:
-        if block in self.recomputed:
-            yield Op("R", block, s)
 
     def _arrived(self, block: int, s: int) -> Iterator[Op]:
         if block < self.num_blocks - 1:

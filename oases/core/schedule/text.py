@@ -12,20 +12,15 @@ are sorted by stage and named PART.MICRO_BATCH.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, cast
 
 from oases.core.schedule.ops import OPS, TRANSFERS, Op, ScheduleError, Unit
 from oases.core.schedule.schedule import Schedule
 from oases.core.schedule.validate import validate
-from oases.errors import UsageError
-from oases.files import read_text
 from oases.limits import short
 
-_MOST_BYTES = 2**23
 _NAME = r"(?P<name>[\w.-]+)"
 _HEADERS: dict[Unit, tuple[str, re.Pattern[str]]] = {
     "block": (
@@ -88,7 +83,7 @@ def format_schedule(schedule: Schedule) -> str:
     return "\n".join([header, *map(str, schedule.ops)]) + "\n"
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
+def lines_of(text: str) -> list[tuple[int, str]]:
     """Lines with content, with their numbers and without comments."""
     numbered = ((number, raw.split("#", 1)[0].rstrip()) for number, raw in enumerate(text.splitlines(), start=1))
     return [(number, line) for number, line in numbered if line.strip()]
@@ -99,7 +94,7 @@ def parse_schedule(text: str) -> Schedule:
 
     Raises ScheduleSyntaxError with line and column. Does not check that the schedule can run: see `validate`.
     """
-    lines = _lines(text)
+    lines = lines_of(text)
     if not lines:
         raise ScheduleSyntaxError("the text holds no schedule: its header is missing", 1, 1)
     (number, line), *rest = lines
@@ -180,69 +175,12 @@ def is_text(schedule: str) -> bool:
 @lru_cache(maxsize=64)
 def from_text(text: str, unit: Unit | None) -> Schedule:
     """Parse and validate a text. Raises ScheduleError unless it is a list of `unit` with a backward pass."""
-    return _trainable(parse_schedule(text), unit)
+    return trainable(parse_schedule(text), unit)
 
 
-def _trainable(schedule: Schedule, unit: Unit | None) -> Schedule:
+def trainable(schedule: Schedule, unit: Unit | None) -> Schedule:
+    """Return a schedule. Raises ScheduleError unless it is a valid list of `unit` with a backward pass."""
     validate(schedule, unit)
     if not schedule.backward:
         raise ScheduleError("it has no backward pass, which training requires")
     return schedule
-
-
-def read_schedule(
-    path: str | Path, unit: Unit | None, *, num_blocks: int | None = None, num_stages: int | None = None,
-    num_sub_batches: int | None = None,
-) -> Schedule:  # fmt: skip
-    """Read a schedule of the given unit, None for any, from a file and validate it.
-
-    num_blocks, num_stages, num_sub_batches: required sizes, None for any; of a pipeline the model parts, stages and
-    micro-batches. Raises ScheduleError with file, line and reason.
-    """
-    file = f"schedule file {str(path)!r}"
-    try:
-        text = read_text(path, "schedule file", "oases simulate --help says what it holds", _MOST_BYTES)
-    except UsageError as error:
-        raise ScheduleError(str(error)) from error
-    try:
-        schedule = parse_schedule(text)
-        if unit in (None, schedule.unit):
-            _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
-        return _trainable(schedule, unit)
-    except ScheduleSyntaxError as error:
-        raise ScheduleError(f"{file}, {error}") from error
-    except ScheduleError as error:
-        lines = [number for number, _ in _lines(text)]
-        at = f"{lines[-1]}, where the file ends" if error.op_line is None else lines[error.op_line]
-        raise ScheduleError(f"{file}, line {at}: {error}", error.op_line) from error
-
-
-def name_or_text(
-    value: str, names: Collection[str], unit: Unit, *, num_blocks: int | None = None, num_stages: int | None = None,
-    num_sub_batches: int | None = None,
-) -> str:  # fmt: skip
-    """Return the name of a generator unchanged, or the text in the file at the path `value`.
-
-    Sizes and errors are those of `read_schedule`; raises ScheduleError for a value that is neither a name nor a
-    file.
-    """
-    if value in names:
-        return value
-    if not Path(value).is_file():
-        raise ScheduleError(f"{value!r} is unknown; known are {', '.join(names)}, or a schedule file's path")
-    return format_schedule(
-        read_schedule(value, unit, num_blocks=num_blocks, num_stages=num_stages, num_sub_batches=num_sub_batches)
-    )
-
-
-def _require_sizes(
-    schedule: Schedule, num_blocks: int | None, num_stages: int | None, num_sub_batches: int | None
-) -> None:
-    stages = schedule.unit == "stage"
-    for what, has, wanted in (
-        ("stages", schedule.num_stages, num_stages),
-        ("model parts" if stages else "blocks", schedule.num_blocks, num_blocks),
-        ("micro-batches" if stages else "sub-batches", schedule.num_sub_batches, num_sub_batches),
-    ):
-        if wanted is not None and has != wanted:
-            raise ScheduleError(f"it is for {has} {what}, but {wanted} are required", 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
 
 from oases.core.schedule.ops import (
     OPS,
@@ -139,6 +138,10 @@ def required(schedule: Schedule) -> Iterator[Op]:
 # --- any list ---
 
 
+def _fault(op: Op, line: int, text: str) -> ScheduleError:
+    return ScheduleError(f"op {line} ({op}): {text}", line)
+
+
 def validate(schedule: Schedule, unit: Unit | None = None) -> None:
     """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end.
 
@@ -157,11 +160,8 @@ def validate(schedule: Schedule, unit: Unit | None = None) -> None:
         if ordered and op.in_backward:
             backward_since = backward_since or line
         elif backward_since is not None:
-            raise ScheduleError(
-                f"op {line} ({op}): a forward op after the backward pass began with op {backward_since}; the "
-                "loss needs the whole forward pass first",
-                line,
-            )
+            begun = f"a forward op after the backward pass began with op {backward_since}"
+            raise _fault(op, line, f"{begun}; the loss needs the whole forward pass first")
         done[op] = line
     for op in required(schedule):
         if op not in done:
@@ -169,36 +169,36 @@ def validate(schedule: Schedule, unit: Unit | None = None) -> None:
     _require_recompute_as_said(schedule)
     if schedule.unit == "stage":
         _require_messages(schedule)
-    else:
-        _require_waits(schedule)
+        _require_progress(schedule)
+        return
+    waited = {schedule.starts[op.carried] for op in schedule.ops if op.kind == "wait"}
+    for op in schedule.collectives:
+        if op not in waited:
+            line = schedule.lines[op]
+            raise ScheduleError(f"op {line} ({op}) is never waited for", line)
 
 
 def _require_sizes(schedule: Schedule) -> None:
-    if schedule.num_blocks < 1 or schedule.num_sub_batches < 1:
-        raise ScheduleError(
-            f"a schedule needs at least 1 block and 1 sub-batch, got {schedule.num_blocks} and "
-            f"{schedule.num_sub_batches}",
-            0,
-        )
-    stages, whole = schedule.num_stages, schedule.unit == "stage"
-    if stages < 1 or schedule.num_blocks % stages or (stages > 1 and not whole):
-        raise ScheduleError(f"{schedule.num_blocks} model parts cannot be divided over {stages} pipeline stages", 0)
-    if schedule.unit == "experts" and schedule.num_sub_batches > 1:
-        raise ScheduleError(
-            f"an expert schedule does not split the batch, got {schedule.num_sub_batches} sub-batches", 0
-        )
-    if schedule.unit != "block" and (schedule.joint or schedule.along != "batch"):
-        raise ScheduleError("only tensor-parallel blocks have joint blocks or sub-batches along=sequence", 0)
-    if schedule.joint and schedule.along != "sequence":
-        raise ScheduleError("joint blocks are for sub-batches along=sequence; samples are independent", 0)
-    if schedule.joint and not max(schedule.joint) < schedule.num_blocks:
-        raise ScheduleError(f"joint block {max(schedule.joint)} is beyond the {schedule.num_blocks} blocks", 0)
-    if schedule.along == "sequence" and schedule.sequence_parallel:
-        raise ScheduleError(
-            "sub-batches along=sequence cannot be combined with sequence parallelism; split the batch", 0
-        )
-    if schedule.joint and any(kind == "RC" for kind, _, _ in schedule.recomputed):
-        raise ScheduleError("op RC is not allowed with joint blocks, which keep the result of C", 0)
+    blocks, subs, stages, joint = schedule.num_blocks, schedule.num_sub_batches, schedule.num_stages, schedule.joint
+    of_tokens, what = schedule.along == "sequence", schedule.unit
+    faults = {
+        f"a schedule needs at least 1 block and 1 sub-batch, got {blocks} and {subs}": blocks < 1 or subs < 1,
+        f"{blocks} model parts cannot be divided over {stages} pipeline stages": stages < 1
+        or blocks % stages
+        or (stages > 1 and what != "stage"),
+        f"an expert schedule does not split the batch, got {subs} sub-batches": what == "experts" and subs > 1,
+        "only tensor-parallel blocks have joint blocks or sub-batches along=sequence": what != "block"
+        and (joint or of_tokens),
+        "joint blocks are for sub-batches along=sequence; samples are independent": joint and not of_tokens,
+        f"joint block {max(joint, default=0)} is beyond the {blocks} blocks": max(joint, default=-1) >= blocks,
+        "sub-batches along=sequence cannot be combined with sequence parallelism; split the batch": of_tokens
+        and schedule.sequence_parallel,
+        "op RC is not allowed with joint blocks, which keep the result of C": joint
+        and any(kind == "RC" for kind, _, _ in schedule.recomputed),
+    }
+    for text, holds in faults.items():
+        if holds:
+            raise ScheduleError(text, 0)
 
 
 def _require_recompute_as_said(schedule: Schedule) -> None:
@@ -211,34 +211,30 @@ def _require_recompute_as_said(schedule: Schedule) -> None:
     found, whole, what = len(schedule.recomputed_blocks), schedule.num_blocks, "blocks"
     if schedule.unit == "stage":
         found, whole, what = len(schedule.recomputed), whole * schedule.num_sub_batches, "passes"
-    raise ScheduleError(
-        f"the header says recompute={schedule.recompute}, but the list holds "
-        + (f"ops {kind} of {found} of {whole} {what}" if found else f"no op {kind}"),
-        0,
-    )
+    holds = f"ops {kind} of {found} of {whole} {what}" if found else f"no op {kind}"
+    raise ScheduleError(f"the header says recompute={schedule.recompute}, but the list holds {holds}", 0)
 
 
 def _require_possible(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
+    blocks, subs = schedule.num_blocks, schedule.num_sub_batches
     if schedule.unit not in OPS[op.kind].reads:
-        raise ScheduleError(f"op {line} ({op}): {op.kind} is not an op of {SORTS[schedule.unit]}", line)
-    if not (0 <= op.block < schedule.num_blocks and 0 <= op.sub_batch < schedule.num_sub_batches):
+        raise _fault(op, line, f"{op.kind} is not an op of {SORTS[schedule.unit]}")
+    if not (0 <= op.block < blocks and 0 <= op.sub_batch < subs):
         sizes = {
-            "block": f"{schedule.num_blocks} blocks and {schedule.num_sub_batches} sub-batches",
-            "experts": f"{schedule.num_blocks} blocks of experts and 1 sub-batch",
-            "stage": f"{schedule.num_blocks} model parts and {schedule.num_sub_batches} micro-batches",
-        }[schedule.unit]
-        raise ScheduleError(f"op {line} ({op}): the schedule has {sizes}, counted from 0", line)
+            "block": f"{blocks} blocks and {subs} sub-batches",
+            "experts": f"{blocks} blocks of experts and 1 sub-batch",
+            "stage": f"{blocks} model parts and {subs} micro-batches",
+        }[schedule.unit]  # fmt: skip
+        raise _fault(op, line, f"the schedule has {sizes}, counted from 0")
     if OPS[op.kind].stream == "link":
         _require_meaning(op, line, schedule)
     elif op.of is not None:
-        raise ScheduleError(f"op {line} ({op}): {op.kind} carries no result, so it cannot name another op", line)
+        raise _fault(op, line, f"{op.kind} carries no result, so it cannot name another op")
     if op.sub_batch and op.kind in _ONCE and op.block in schedule.joint:
-        raise ScheduleError(
-            f"op {line} ({op}): block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0", line
-        )
+        raise _fault(op, line, f"block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0")
     if op in done:
-        raise ScheduleError(f"op {line} ({op}): duplicate of op {done[op]}", line)
+        raise _fault(op, line, f"duplicate of op {done[op]}")
     _require_inputs(op, line, schedule, done)
 
 
@@ -246,43 +242,30 @@ def _require_inputs(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) 
     for need in needs(op, schedule):
         if need in done:
             continue
-        where = f"op {line} ({op})"
         if need.kind == "wait" and schedule.starts.get(need.carried) in done:
-            raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'", line)
+            raise _fault(op, line, f"uses the result of {need.carried} before '{need}'")
         if op.kind == "wait":
-            raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'", line)
-        raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it", line)
+            raise _fault(op, line, f"waits for a collective that was not started by '{need}'")
+        raise _fault(op, line, f"its input is missing; '{need}' must come before it")
 
 
 def _require_meaning(op: Op, line: int, schedule: Schedule) -> None:
     """Raise ScheduleError for a collective, message or wait that carries no valid result."""
-    where, kind, of = f"op {line} ({op})", op.kind, op.of
+    kind, of = op.kind, op.of
     if kind in TRANSFERS:
         if of is not None:
-            raise ScheduleError(f"{where}: {kind} carries replica parameters, not an op's result", line)
+            raise _fault(op, line, f"{kind} carries replica parameters, not an op's result")
         return
     if of is None or (of not in OPS) or schedule.unit not in OPS[of].reads:
-        raise ScheduleError(f"{where}: '{kind}' must name the op whose result it carries", line)
+        raise _fault(op, line, f"'{kind}' must name the op whose result it carries")
     if kind in STARTS and schedule.starts[op.carried] != op:
-        raise ScheduleError(
-            f"{where}: the result of {op.carried} is carried twice, also by {schedule.starts[op.carried]}", line
-        )
+        other = schedule.starts[op.carried]
+        raise _fault(op, line, f"the result of {op.carried} is carried twice, also by {other}")
     carrier = "send" if kind == "receive" else kind
     if kind != "wait" and carrier not in OPS[of].carried_by:
-        raise ScheduleError(f"{where}: {_CARRIES[kind].format(of=of)}", line)
+        raise _fault(op, line, _CARRIES[kind].format(of=of))
     if kind == "all_reduce" and schedule.sequence_parallel:
-        raise ScheduleError(
-            f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter", line
-        )
-
-
-def _require_waits(schedule: Schedule) -> None:
-    """Raise ScheduleError for a collective without a wait."""
-    waited = {schedule.starts[op.carried] for op in schedule.ops if op.kind == "wait"}
-    for op in schedule.collectives:
-        if op not in waited:
-            line = schedule.lines[op]
-            raise ScheduleError(f"op {line} ({op}) is never waited for", line)
+        raise _fault(op, line, "the list is sequence-parallel, so sums are scattered; use reduce_scatter")
 
 
 # --- pipelines ---
@@ -304,45 +287,31 @@ def _lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], lis
 
 
 def _require_messages(schedule: Schedule) -> None:
-    """Raise ScheduleError unless sends match receives, messages keep their order, and no stage waits forever."""
-    lines, last = schedule.lines, schedule.num_blocks - 1
-    before = 0
-    for line, op in enumerate(schedule.ops, start=1):
+    """Raise ScheduleError unless sends match receives, and messages keep their order."""
+    lines, before = schedule.lines, 0
+    for op, line in lines.items():
         stage = schedule.stage_of(op.block)
         if stage < before:
-            raise ScheduleError(
-                f"op {line} ({op}): it is of stage {stage}, after ops of stage {before}; sort ops by stage",
-                line,
-            )
+            raise _fault(op, line, f"it is of stage {stage}, after ops of stage {before}; sort ops by stage")
         before = stage
         if op.kind not in ("send", "receive"):
             continue
-        other = crossing(op)
-        if not 0 <= other.block <= last:
-            raise ScheduleError(
-                f"op {line} ({op}): the model has {schedule.num_blocks} parts, so it has no part {other.block} to "
-                f"{'send to' if op.kind == 'send' else 'receive from'}",
-                line,
-            )
+        other, sends = crossing(op), op.kind == "send"
+        if not 0 <= other.block < schedule.num_blocks:
+            none = f"so it has no part {other.block} to {'send to' if sends else 'receive from'}"
+            raise _fault(op, line, f"the model has {schedule.num_blocks} parts, {none}")
         if schedule.stage_of(other.block) == stage:
-            raise ScheduleError(
-                f"op {line} ({op}): parts {op.block} and {other.block} are both on stage {stage}, which needs no "
-                "message between them; leave it out",
-                line,
-            )
+            both = f"parts {op.block} and {other.block} are both on stage {stage}"
+            raise _fault(op, line, f"{both}, which needs no message between them; leave it out")
         if other not in lines:
-            missing = "it has no receive" if op.kind == "send" else "it has no send"
-            raise ScheduleError(f"op {line} ({op}): {missing}; '{other}' is missing", line)
+            raise _fault(op, line, f"it has no {'receive' if sends else 'send'}; '{other}' is missing")
     for (source, target, of), (sent, received) in _lanes(schedule).items():
         for one, other in zip(sent, received, strict=True):
             if crossing(one) != other:
                 what = "activations" if of == "F" else "gradients"
-                raise ScheduleError(
-                    f"op {lines[other]} ({other}): stage {target} waits for {other} where {crossing(one)} comes "
-                    f"first; {what} of stage {source} arrive in the order in which they are sent",
-                    lines[other],
-                )
-    _require_progress(schedule)
+                first = f"stage {target} waits for {other} where {crossing(one)} comes first"
+                order = f"{what} of stage {source} arrive in the order in which they are sent"
+                raise _fault(other, lines[other], f"{first}; {order}")
 
 
 def _require_progress(schedule: Schedule) -> None:
@@ -365,32 +334,8 @@ def _require_progress(schedule: Schedule) -> None:
     for stage, ops in enumerate(schedule.stages):
         if at[stage] < len(ops):
             op = ops[at[stage]]
-            line, other = schedule.lines[op], schedule.stage_of(crossing(op).block)
+            other = schedule.stage_of(crossing(op).block)
             stuck = schedule.stages[other][at[other]]
-            raise ScheduleError(
-                f"op {line} ({op}): stage {stage} waits for it forever, because stage {other}, which sends it, "
-                f"waits at op {schedule.lines[stuck]} ({stuck})",
-                line,
-            )
-
-
-# --- several ranks ---
-
-
-def validate_ranks(schedules: Sequence[Schedule]) -> None:
-    """Raise ScheduleError unless all ranks' lists can run and issue the same collectives in the same order.
-
-    A different order would deadlock, or sum tensors that do not belong together.
-    """
-    for rank, schedule in enumerate(schedules):
-        try:
-            validate(schedule)
-        except ScheduleError as error:
-            raise ScheduleError(f"rank {rank}: {error}", error.op_line) from error
-        pairs = zip_longest(schedules[0].collectives, schedule.collectives)
-        for position, (first, other) in enumerate(pairs, start=1):
-            if first != other:
-                raise ScheduleError(
-                    f"collective {position} is '{first or 'none'}' on rank 0 but '{other or 'none'}' on rank "
-                    f"{rank}; all ranks must issue the same collectives in the same order"
-                )
+            waits = f"waits at op {schedule.lines[stuck]} ({stuck})"
+            text = f"stage {stage} waits for it forever, because stage {other}, which sends it, {waits}"
+            raise _fault(op, schedule.lines[op], text)

@@ -10,7 +10,7 @@ from torch import nn
 
 import oases
 from oases import OverlappedStack
-from oases.core.blocks.attention import is_causal_mask
+from oases.autotp.runner import is_causal_mask
 from oases.core.schedule import along_sequence
 from oases.models.gpt import GPTConfig, transformer_blocks
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack, ParallelDropout
-from oases.core.blocks.dropout import adopt_dropouts
 from oases.core.blocks.randomness import Extent, Randomness
 from oases.core.blocks.sharding import sharded_parameters
 from oases.core.schedule import GENERATORS
+from oases.layers.dropout import adopt_dropouts
 from oases.layers.linear import shard
 
 HIDDEN, HEADS, TOKENS, SEED = 16, 4, 8, 5

@@ -142,7 +142,7 @@ class Computed(Mlp):
 
     def partial(self, x):
         weight = self.up.weight * 1.0
-        from oases.core.execution.weight_gradient import linear
+        from oases.layers.weight_gradient import linear
 
         return self.down.partial(F.gelu(linear(self.norm(x), weight, self.up.bias)))
 

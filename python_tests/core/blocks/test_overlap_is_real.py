@@ -78,7 +78,7 @@ def test_required_overlap_adds_nothing_to_a_step(group, monkeypatch):
     """It is decided from the list and the shapes."""
     step(group)
     expected = [*group.log]
-    for name in ("oases.core.blocks.call.synchronize", "oases.core.execution.clock.synchronize"):
+    for name in ("oases.core.blocks.call.synchronize", "oases.distributed.clock.synchronize"):
         monkeypatch.setattr(name, lambda device: pytest.fail("a device was waited for"))
     step(group, require_overlap=True)
     assert group.log == expected

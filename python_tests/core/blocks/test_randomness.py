@@ -5,8 +5,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from oases.core.blocks.dropout import masked
 from oases.core.blocks.randomness import Extent, Randomness
+from oases.layers.dropout import masked
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from oases.core.execution.group import scheduler_of
-from oases.core.reporting import names_op
 from oases.core.schedule import GENERATORS, generate
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.layers import OverlappedStack
+from oases.reporting import names_op
 from oases.simulator import simulate
 from oases.testbed import Backend
 from oases_bench.timed_block import BlockSeconds, TimedBlock

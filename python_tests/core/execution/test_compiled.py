@@ -7,8 +7,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from oases import OverlappedColumnLinear, OverlappedStack
-from oases.core.execution import compiled
-from oases.core.execution.weight_gradient import DeferredGradients, linear
+from oases.layers import weight_gradient as compiled
+from oases.layers.weight_gradient import DeferredGradients, linear
 
 
 class Mlp(nn.Module):

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from oases.core.execution.piece import BlockParameters, Leaves, Piece, RandomStates, method_of, recorded
+from oases.core.execution.piece import BlockParameters, Leaves, Piece, method_of, recorded
 from oases.extension import generator_mark
+from oases.moe.exchange_work import RandomStates
 
 
 def drawn(*shape):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedStack
-from oases.core.execution.weight_gradient import DeferredGradients, Leaves, deferring, linear
+from oases.layers.weight_gradient import DeferredGradients, Leaves, deferring, linear
 
 
 @contextmanager

@@ -5,16 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from oases.core.schedule import (
-    EXPERT_SCHEDULES,
-    Op,
-    ScheduleError,
-    format_schedule,
-    generate_experts,
-    parse_schedule,
-    validate,
-)
+from oases.core.schedule import Op, ScheduleError, format_schedule, parse_schedule, validate
 from oases.core.schedule.ops import OPS
+from oases.plans.expert_schedules import EXPERT_SCHEDULES, generate_experts
 
 CASES = list(itertools.product(EXPERT_SCHEDULES, (1, 2, 5), (False, True)))
 

@@ -6,17 +6,7 @@ from typing import get_args
 
 import pytest
 
-from oases.core.schedule import (
-    OPS,
-    Op,
-    ScheduleError,
-    exchanging,
-    generate,
-    generate_experts,
-    generate_pipeline,
-    sequence_parallel,
-    validate,
-)
+from oases.core.schedule import OPS, Op, ScheduleError, generate, generate_pipeline, sequence_parallel, validate
 from oases.core.schedule.ops import (
     BACKWARD,
     COMPUTE,
@@ -30,6 +20,7 @@ from oases.core.schedule.ops import (
     Unit,
 )
 from oases.core.schedule.sequence import along_sequence
+from oases.plans.expert_schedules import exchanging, generate_experts
 
 
 def test_types_and_sets_agree_with_the_table():

@@ -15,19 +15,18 @@ from oases.core.schedule import (
     parse_schedule,
     validate,
 )
-from oases.core.schedule.pipeline import (
+from oases.core.schedule.pipeline import interleaved, zb_h1, zb_v
+from oases.core.schedule.schedule import stage_of
+from oases.plans.pipelines import (
+    StageReading,
     chunks_of,
     in_flight,
-    interleaved,
     name_of,
     passes,
     placement_of,
     read_stage,
     resolve_pipeline,
-    zb_h1,
-    zb_v,
 )
-from oases.core.schedule.schedule import stage_of
 from oases.simulator import simulate
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
@@ -39,6 +38,10 @@ CASES = [
 ]
 KEEPS_LAST = ("last_no_recompute", "shifted_critical_path")
 MERAK = ("one_f_one_b", "pre_recompute", "last_no_recompute", "shifted_critical_path")
+
+
+def flying_of(pipeline, stage):
+    return StageReading.of(pipeline.stages[stage]).in_flight
 
 
 @pytest.mark.few(100, 1000)
@@ -125,7 +128,7 @@ def test_the_parts_of_a_v_turn_around():
 
 
 def test_micro_batches_in_flight():
-    flying = {name: [generate_pipeline(name, 4, 8).in_flight(stage) for stage in range(4)] for name in PIPELINES}
+    flying = {name: [flying_of(generate_pipeline(name, 4, 8), stage) for stage in range(4)] for name in PIPELINES}
     assert flying["one_f_one_b"] == flying["pre_recompute"] == flying["zb_h1"] == [4, 3, 2, 1]
     assert flying["zb_v"] == [8, 8, 8, 8]
     assert flying["shifted_critical_path"] == [4, 3, 3, 1]
@@ -136,21 +139,21 @@ def test_interleaved_keeps_no_more_in_flight_than_its_warm_up(chunks):
     """Narayanan et al. (arXiv 2104.04473): 2 (p - s - 1) + (v - 1) p forward passes, then one of each in turn."""
     pipeline = interleaved(4, 16, chunks=chunks)
     expected = [2 * (4 - 1 - stage) + (chunks - 1) * 4 + 1 for stage in range(4)]
-    assert [pipeline.in_flight(stage) for stage in range(4)] == expected
+    assert [flying_of(pipeline, stage) for stage in range(4)] == expected
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_in_flight_by_formula_is_what_the_lists_have(name, stages, micro_batches):
     pipeline = generate_pipeline(name, stages, micro_batches)
     for stage in range(stages):
-        assert in_flight(name, stages, micro_batches, stage) == pipeline.in_flight(stage)
+        assert in_flight(name, stages, micro_batches, stage) == flying_of(pipeline, stage)
 
 
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_more_micro_batches_are_no_more_in_flight(name):
     for stages, stage in ((2, 0), (3, 1), (4, 2), (5, 0)):
         many = 9 * stages
-        assert in_flight(name, stages, many, stage) == generate_pipeline(name, stages, many).in_flight(stage)
+        assert in_flight(name, stages, many, stage) == flying_of(generate_pipeline(name, stages, many), stage)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
@@ -164,7 +167,7 @@ def test_passes_are_those_of_the_lists(name, stages, micro_batches):
         found = list(passes(name, stages, micro_batches, stage))
         assert found == [each for each in listed if each not in inside]
         reading = read_stage(name, stages, micro_batches, stage)
-        assert reading == pipeline.readings[stage]
+        assert reading == StageReading.of(pipeline.stages[stage])
         assert reading.early == {each[1:] for each in found if each[0] == "R"}
         assert found[-1] == reading.last
         assert reading.has_weights == name.startswith("zb_")

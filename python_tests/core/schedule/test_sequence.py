@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from block_examples import sums_per_layer
 
 from oases.core.schedule import (
     GENERATORS,
@@ -55,7 +56,7 @@ def test_both_halves_are_hidden_from_three_sub_batches_on():
 def test_along_sequence(joint, recompute):
     schedule = along_sequence(4, 3, joint, recompute)
     validate(schedule)
-    assert schedule.all_reduces_per_layer() == 4
+    assert sums_per_layer(schedule) == 4
     for kind in ("F", "B", "W"):
         for b in range(4):
             count = sum(op.kind == kind and op.block == b for op in schedule)

@@ -14,15 +14,13 @@ from oases.core.schedule import (
     format_schedule,
     from_text,
     generate,
-    generate_experts,
     generate_pipeline,
     is_text,
-    name_or_text,
     parse_schedule,
-    read_schedule,
-    resolve_experts,
     sequence_parallel,
 )
+from oases.plans.expert_schedules import generate_experts, resolve_experts
+from oases.plans.schedule_files import name_or_text, read_schedule
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))

@@ -1,4 +1,4 @@
-"""Load traces: tokens per expert and device at each step; recorded, replayed, generated."""
+"""Load traces: tokens per expert and device at each step; recorded and replayed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
 from oases.files import parse_json, read_lines, unwritable
 from oases.limits import short
-from oases.moe.placement_data import Integers, checked_counts
+from oases.moe.placement import Integers, checked_counts
 
 KIND = "oases loads"
-DIFFERENCE = 0.1
-"""Standard deviation of the gates of generated devices from the common one, in logits."""
 _REMEDY = "record one with --record-loads"
 
 
@@ -100,37 +97,3 @@ def _count(found: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise UsageError(f"{name} must be a whole number of at least 0, got {short(value)}")
     return value
-
-
-def generate(
-    *,
-    experts: int,
-    devices: int,
-    tokens: int,
-    steps: int = 1,
-    concentration: float = 0.3,
-    drift: float = 0.05,
-    seed: int = 0,
-) -> Iterator[Integers]:
-    """Generate counts [expert, device] of one layer over some steps: a Dirichlet gate with a random walk of its
-    logits.
-
-    tokens: of each device, times top_k. concentration: of the Dirichlet distribution, small for an unbalanced gate.
-    drift: standard deviation of a step of the walk, in logits.
-    """
-    for name, value in (("experts", experts), ("devices", devices), ("steps", steps)):
-        if value < 1:
-            raise UsageError(f"generate: {name} must be at least 1, got {value}")
-    if tokens < 0 or not concentration > 0 or drift < 0:
-        raise UsageError(
-            "generate: tokens and drift must be at least 0 and concentration above 0, got "
-            f"{tokens}, {drift} and {concentration}"
-        )
-    random = np.random.default_rng(seed)
-    logits = np.log(random.dirichlet(np.full(experts, concentration)) + 1e-9)
-    own = DIFFERENCE * random.standard_normal((devices, experts))
-    for _ in range(steps):
-        gates = np.exp(logits + own)
-        gates /= gates.sum(1, keepdims=True)
-        yield np.stack([random.multinomial(tokens, gate) for gate in gates]).T.copy()
-        logits = logits + drift * random.standard_normal(experts)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.core.schedule import Schedule
 from oases.extension import Leaves, build_info
 
 FUSED_ON = {"cuda"} if build_info()["cuda"] else set()
@@ -54,23 +53,19 @@ class PreNormBlock(nn.Module, ABC):
         """Bias and residual, after the all-reduce."""
         return x_BSH + (y_BSH + self.row.bias)
 
+    def joined_with(self, below: nn.Module, device: str) -> JoinedNorm | None:
+        """`combine` of the block below and this block's norm as one op, on devices of this type; None for two.
 
-def joined_norms(schedule: Schedule, blocks: Sequence[nn.Module], device: str) -> list[bool]:
-    """By block, whether its norm may run with the `combine` of the block below.
-
-    That is equal on all ranks, as it decides whose gradient they sum. A list without sequence parallelism must have
-    no recomputation, which would keep x and h of a block, no ops of experts and no sub-batches of tokens.
-    """
-    fits = device in FUSED_ON and (
-        schedule.sequence_parallel or not (schedule.recomputed or schedule.dispatched or schedule.along == "sequence")
-    )
-    plain = [fits and _is_plain(block) for block in blocks]
-    return [above and below for below, above in zip([False, *plain], plain, strict=False)]
+        A stack asks for it, and runs it where it `takes` the tensors.
+        """
+        if device in FUSED_ON and isinstance(below, PreNormBlock) and _is_plain(below) and _is_plain(self):
+            return JoinedNorm(below, self)
+        return None
 
 
-def _is_plain(block: nn.Module) -> bool:
-    """Whether a block is a PreNormBlock by these very methods, and not compiled."""
-    return isinstance(block, PreNormBlock) and all(
+def _is_plain(block: PreNormBlock) -> bool:
+    """Whether a block is a PreNormBlock by these very methods."""
+    return all(
         getattr(getattr(block, name), "__func__", None) is getattr(PreNormBlock, name)
         for name in ("prepare", "partial", "combine")
     )
@@ -103,7 +98,7 @@ class JoinedNorm:
         )
 
     def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-        """(x, reduced y) -> output of the block below, its norm, and what `JoinedPiece` keeps; without a graph."""
+        """(x, reduced y) -> output of the block below, its norm, and what `piece` keeps; without a graph."""
         norm, bias = self._above.norm, self._below.row.bias
         with torch._C._AutoDispatchBelowAutograd():
             out, h, mean, rstd = _Op.bias_dropout_residual_norm.default(
@@ -111,12 +106,13 @@ class JoinedNorm:
             )
         return out, h, (out, mean, rstd, (bias, norm.weight, norm.bias))
 
+    def piece(self, kept: tuple[Any, ...], leaves: Sequence[Leaves], *, whole: bool) -> JoinedPiece:
+        """Backward pass of `run`. leaves: of the two blocks. whole: as of `Piece`."""
+        return JoinedPiece(kept, leaves, whole=whole)
+
 
 class JoinedPiece:
-    """Backward pass of a JoinedNorm, in place of the pieces of its two methods.
-
-    kept: of `JoinedNorm.run`. leaves: of the two blocks. whole: as of `Piece`.
-    """
+    """Backward pass of a JoinedNorm, in place of the pieces of its two methods."""
 
     def __init__(self, kept: tuple[Any, ...], leaves: Sequence[Leaves], *, whole: bool) -> None:
         self._out, self._mean, self._rstd, self._parameters = kept

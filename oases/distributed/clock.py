@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from oases.core.execution.executor import synchronize
+
 HELD = 1.5
 """Time that an accelerator is held, in times that the host took to queue the same work before."""
 HIGHEST_CLOCK = 3e9
@@ -65,9 +67,3 @@ class Clock:
     def synchronize(self) -> None:
         """Wait for all queued work."""
         synchronize(self.device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the work queued on `device`; nothing to do on the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oases.core.blocks.randomness import default_generators, restore
 from oases.core.execution.executor import Place, Step
-from oases.core.execution.piece import Leaves, Piece, RandomStates
+from oases.core.execution.piece import Leaves, Piece
+from oases.extension import generator_mark
 
 Tensors = tuple[Tensor, ...]
+_SENT = ("D", "E", "BF", "BE")
 
 
 class AllToAll(Protocol):
@@ -55,6 +58,31 @@ class Exchange(Protocol):
         """Rows that came back, and what `route` returned behind its rows -> partial sum, or the block's output."""
 
 
+class RandomStates:
+    """Random states at the start of pieces, for recomputation; copied only after something has drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = default_generators(device)
+        self._states: list[Tensor] = []
+        self._marks: list[int] | None = None
+
+    def now(self) -> list[Tensor]:
+        """States of all generators."""
+        marks = [generator_mark(generator) for generator in self._generators]
+        if marks != self._marks:
+            self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
+        return self._states
+
+    def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Call `function` with random numbers drawn from these states; the current states are restored."""
+        kept = [generator.get_state() for generator in self._generators]
+        restore(self._generators, states)
+        try:
+            return function()
+        finally:
+            restore(self._generators, kept)
+
+
 @dataclass(eq=False)
 class _State:
     """A sub-batch between its pieces. rows: what is sent next. gradients: of h, then of `others`, over their uses."""
@@ -77,6 +105,8 @@ class _Again:
 
 class ExchangeWork:
     """Tensors of one call's exchanges between ops, and the implementation of each op but F, B and BF.
+
+    What `BlockWork` asks a block's `token_work` for.
 
     leaves: stand-ins of each block's parameters; more: of all blocks' inputs. random: states of generators, where
     pieces are recomputed. own_labels: all-to-alls have their own labels instead of the ops'.
@@ -147,6 +177,13 @@ class ExchangeWork:
         found = _sum(g, through)
         assert found is not None, "the router depends on its tokens"
         return found
+
+    def handlers(self) -> dict[str, Callable[[Step], Any]]:
+        """Implementation of the ops that depend on no others' tensors, by `Step.key`."""
+        return {
+            "E": lambda step: self.do_E(step.place), "BE": lambda step: self.do_BE(step.place),
+            **{f"all_to_all {kind}": self.send for kind in _SENT}, **{f"wait {kind}": self.wait for kind in _SENT},
+        }  # fmt: skip
 
     # --- all-to-alls ---
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from oases.errors import UsageError
-from oases.moe.traces import Recorder, generate, replay
+from oases_bench.loads import generate
+from oases_train.traces import Recorder, replay
 
 
 def test_what_is_recorded_is_replayed(tmp_path):

@@ -1,9 +1,12 @@
-"""Linears of compiled blocks: ops that the compiler does not look into, whose weight gradients are deferred.
+"""Deferred weight gradients: a linear's backward returns the input gradient and records the rest for a W op.
+
+The next all-reduce needs the input gradient; only the optimizer needs the weight gradient. Deferred, it is computed
+during that all-reduce, and summed over sub-batches inside the matmul (as in zero-bubble pipelines).
 
 torch.compile turns a block into one graph for its forward and one for its backward pass, where the products that make
-weight gradients could not wait for an op W. So a linear is one op of each graph: the forward op passes a ticket, the
-number of the `CompiledDeferral` in effect, to the backward op, which gives it its operands and returns the gradient
-of the input alone.
+weight gradients could not wait for an op W. So there a linear is one op of each graph, into which the compiler does
+not look: the forward op passes a ticket, the number of the `CompiledDeferral` in effect, to the backward op, which
+gives it its operands and returns the gradient of the input alone.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -19,10 +21,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.core.execution.piece import defer_compiled_by, deferring, in_piece
 from oases.extension import DeferredGradients, Leaves
 
-deferring: ContextVar[DeferredGradients | None] = ContextVar("oases_deferring", default=None)
-"""Where linears of the current forward pass record weight gradients; a context variable, to cross user modules."""
+
+def active_deferral(*parameters: Tensor | None) -> DeferredGradients | None:
+    """Where the current forward pass defers the gradients of `parameters`; None where autograd computes them."""
+    # Compiled ops other than `linear` compute their own weight gradients.
+    deferred = None if torch.compiler.is_compiling() else deferring.get()
+    if deferred is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    return deferred if deferred.takes(list(parameters)) else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    """`F.linear`, whose weight gradient is deferred while `deferring` is set.
+
+    [..., in] -> [..., out]; weight: [out, in], or [in, out] if transposed, as in GPT-2's Conv1D. The gradient has its
+    layout.
+    """
+    if torch.compiler.is_compiling():
+        if in_piece[0] and x.dim() > 1:
+            return compiled_linear(x, weight, bias, transposed)
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    deferred = deferring.get()
+    if deferred is not None:
+        found: Tensor | None = deferred.linear(x, weight, bias, transposed)
+        if found is not None:
+            return found
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+# --- linears of compiled blocks ---
 
 _tickets = itertools.count()
 _open: WeakValueDictionary[int, CompiledDeferral] = WeakValueDictionary()
@@ -96,6 +126,9 @@ def _index_of(result: Tensor, products: list[tuple[Tensor, Tensor]], leaves: Lea
     if not same or sum(each is weight for each, _ in products) > 1:
         return None
     return next((at for at, each in enumerate(leaves.stand_ins) if each is weight), None)
+
+
+defer_compiled_by(CompiledDeferral)
 
 
 def autocast(operand: Tensor) -> Tensor:
