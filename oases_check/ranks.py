@@ -26,14 +26,14 @@ _STACKS_BEFORE = 5.0
 class Compared:
     """Comparison of one run. findings: of the first step that differs. skipped: parameters not compared, and why.
 
-    notes: what is worth knowing and no fault. modules: outputs compared. parameters: compared.
+    notes: what is worth knowing and no fault. outputs: of modules, compared. parameters: compared.
     """
 
     dtype: str
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    modules: int = 0
+    outputs: int = 0
     parameters: int = 0
     losses: list[tuple[float, float]] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ def _compared(case: Case, dtype: torch.dtype | None, right: list[Any], model: An
         losses = everyone(step.loss)
         mean = sum(losses) / len(losses)
         result.losses.append((wanted.loss, mean))
-        result.modules = max(result.modules, len(set(step.outputs) & set(wanted.outputs)))
+        result.outputs = max(result.outputs, len(set(step.outputs) & set(wanted.outputs)))
         result.findings = compare.outputs(case, "output", number, step.outputs, wanted.outputs, bounds)
         if not abs(mean - wanted.loss) <= bounds[0] * abs(wanted.loss):
             apart = abs(mean - wanted.loss) / (abs(wanted.loss) or 1.0)

@@ -43,7 +43,7 @@ class CheckReport:
             "not_compared": run.skipped,
             "notes": run.notes,
             "parameters": run.parameters,
-            "modules": run.modules,
+            "outputs": run.outputs,
             "losses": [{"one_process": one, "ranks": other} for one, other in run.losses],
         }
 
@@ -53,7 +53,7 @@ class CheckReport:
         if self.equal:
             yield (
                 f"equal to one process over {len(run.losses)} steps: {run.parameters} parameters with gradients, "
-                f"norm and updates, and outputs of {run.modules} modules ({run.dtype})"
+                f"norm and updates, and outputs of {run.outputs} modules ({run.dtype})"
             )
             if self.again is not None:
                 yield "what differed in the model's own type is rounding: in float64 nothing differs"

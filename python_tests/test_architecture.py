@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("oases", "oases_bench", "oases_sparse", "oases_staged", "oases_svm", "oases_train")
+PACKAGES = ("oases", "oases_bench", "oases_check", "oases_sparse", "oases_staged", "oases_svm", "oases_train")
 EXTENSIONS = ("oases._C", "oases._svm", "oases_staged._C", "oases_svm._svm")
 """Compiled modules, below all floors."""
 
@@ -35,7 +35,7 @@ FLOORS = (
     ("layers", "moe", "graph", "launch"),
     ("autotp", "models", "planner", "testing"),
     ("checkpoint", "profile", "cli.options"),
-    ("oases_train",),
+    ("oases_train", "oases_check"),
     ("oases_bench",),
     ("cli",),
 )
@@ -79,6 +79,7 @@ LINES = {
     "oases/sparse": 5,
     "oases/testbed": 333,
     "oases/train": 5,
+    "oases_check": 1_140,
     "oases_bench": 6_490,
     "oases_sparse": 1_316,
     "oases_staged": 116,
@@ -98,7 +99,8 @@ CIRCLES = 0
 PUBLIC = (
     "OverlappedColumnLinear", "OverlappedColwiseParallel", "OverlappedEmbedding", "OverlappedMoE",
     "OverlappedRowLinear", "OverlappedRowwiseParallel", "OverlappedStack", "ParallelDropout", "ParallelSpec",
-    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "causal_attention", "clip_grad_norm",
+    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "causal_attention", "check",
+    "clip_grad_norm",
     "full_state_dict", "load_checkpoint", "load_weights", "make_optimizer", "nccl_options", "parallel_cross_entropy",
     "parallelize", "plan", "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
 )  # fmt: skip
