@@ -15,7 +15,7 @@ _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor
 P = TypeVar("P", bound=BlockParameters)
 
 preparations: list[Callable[[nn.Module], None]] = []
-"""What is done to the blocks of each stack when it is made; `oases.layers` has dropout converted."""
+"""Functions called with each block of a stack when it is made; `oases.layers` has dropout converted."""
 
 
 class StackParameters(BlockParameters):
