@@ -55,7 +55,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("experts", "top_k", "lora_rank"), Limit(0, 2**14)),
     "expert_memory": Limit(-1, 2**60),
     **dict.fromkeys(
-        ("balance_weight", "z_weight", "bias_update_rate", "capacity_factor", "weight_decay", "learning_rate"),
+        ("balance_weight", "z_weight", "bias_update_rate", "capacity_factor", "learning_rate"),
         Limit(0.0, 1e6),
     ),
     # Batch and time.
@@ -64,14 +64,12 @@ LIMITS: dict[str, Limit] = {
     "sub_batches": Limit(0, 2**12),
     **dict.fromkeys(
         (
-            "train_steps", "warmup", "decay_steps", "evaluate_every", "checkpoint_every",
-            "print_every", "keep",
+            "train_steps", "warmup", "evaluate_every", "checkpoint_every", "keep",
         ),
         Limit(0, _STEPS),
     ),
     **dict.fromkeys(("steps", "validation_batches"), Limit(1, _STEPS)),
-    "learning_rate_floor": Limit(0.0, 1.0),
-    **dict.fromkeys(("clip", "spike", "peak_flops"), _POSITIVE),
+    "clip": _POSITIVE,
     "seed": Limit(0, 2**63 - 1),
     "max_restarts": Limit(0, 10**6),
     "timeout": Limit(0.0, 1e6),

@@ -8,20 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from oases.checkpoint.retention import WANDB_RUN
 from oases.checkpoint.state import state
 from oases.checkpoint.writer import CheckpointWriter, SaveError
 from oases.core.execution.group import group_rank
 from oases.distributed.collectives import all_reduce
 from oases.errors import SavedExit
-from oases_train.logs import Scalars, StepLog, WandbRun
+from oases_train.logs import Scalars, StepLog
 from oases_train.metrics import StepReport, Training
 
 
@@ -47,7 +44,6 @@ class TrainingCallbacks:
         self._writer: CheckpointWriter | None = None
         self._log: StepLog | None = None
         self._scalars: Scalars | None = None
-        self._wandb: WandbRun | None = None
         self._terminating = lambda: False
         if config.step_log is not None and self.first:
             self._log = self._open.enter_context(StepLog(config.step_log, self.trainer.steps_done))
@@ -59,17 +55,7 @@ class TrainingCallbacks:
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
             )
             self._terminating = self._open.enter_context(defer_sigterm())
-        if config.wandb is not None and self.first:
-            self._wandb = self._open.enter_context(self._wandb_run(config.wandb))
         return self
-
-    def _wandb_run(self, project: str) -> WandbRun:
-        config, resumed = self.trainer.config, self.trainer.resumed
-        kept = None if config.checkpoint is None else Path(config.checkpoint) / WANDB_RUN
-        earlier = None if resumed is None else resumed.parent / WANDB_RUN
-        if config.resumes_newest and kept is not None and kept.is_file():
-            earlier = kept
-        return WandbRun(project, kept, earlier, asdict(config))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -79,7 +65,7 @@ class TrainingCallbacks:
     def after_step(self, report: StepReport | None) -> None:
         """Log the step and save a checkpoint if one is due. report: of the step; None if no rank wants one.
 
-        Raises SavedExit after SIGTERM, and SaveError under the policy `stop`.
+        Raises SavedExit after SIGTERM.
         """
         config, step = self.trainer.config, self.trainer.steps_done
         terminating, failed = self._all_reduce_flags()
@@ -135,13 +121,11 @@ class TrainingCallbacks:
         self.stall_seconds += time.perf_counter() - start
 
     def _wait(self) -> None:
-        """Wait for the pending checkpoint, and handle its failure by the policy."""
+        """Wait for the pending checkpoint, and warn where it could not be written."""
         assert self._writer is not None
         try:
             self._writer.wait()
         except SaveError as error:
-            if self.trainer.config.save_error == "stop":
-                raise
             self.failed.append(str(error))
             if self.first:
                 warnings.warn(f"{error}; training continues", stacklevel=2)
@@ -150,7 +134,7 @@ class TrainingCallbacks:
         if report is None:
             return
         values = report.values() | {"stall_seconds": self.stall_seconds}
-        for log in (self._log, self._scalars, self._wandb):
+        for log in (self._log, self._scalars):
             if log is not None:
                 log.write(**values)
 

@@ -34,11 +34,9 @@ _FOR_MODELS = ("transformers.modeling_utils", "torch.export._trace", "oases.auto
 """Modules that ranks of --model import besides: 2 s of CPU time on each, where the fork server has not."""
 _MOST_REPLICAS = 4096
 _NOT_OF_DEMO = (
-    "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
-    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "wandb", "peak_flops",
-    "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
-    "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
-    "experts_mode", "expert_parallel",
+    "schedule", "checkpoint", "checkpoint_every", "keep", "resume", "step_log", "evaluate_every", "degrees",
+    "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "experts", "top_k", "expert_hidden",
+    "balance_weight", "placement", "record_loads",
 )  # fmt: skip
 
 
@@ -188,7 +186,7 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
         console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
-        done_before=trainer.steps_done, every=config.print_every, log=True,
+        done_before=trainer.steps_done, log=True,
     ) as advance:  # fmt: skip
 
         def show(report: StepReport) -> None:

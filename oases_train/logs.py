@@ -1,4 +1,4 @@
-"""Logs of a run: JSON Lines with one line per step, TensorBoard, and Weights & Biases. A resumed run appends."""
+"""Logs of a run: JSON Lines with one line per step, and TensorBoard. A resumed run appends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import math
 import os
 import stat
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from oases.errors import UsageError, make_folder
-from oases.files import parse_json, read_lines, read_text, unwritable, write_text
+from oases.files import parse_json, read_lines, unwritable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -34,7 +33,7 @@ TAGS = {
     "dropped": "experts/dropped_slots",
     "saved_seconds": "experts/modelled_seconds_saved",
 }
-"""Tags of values in TensorBoard and Weights & Biases; others are train/NAME."""
+"""Tags of values in TensorBoard; others are train/NAME."""
 _FLUSH_SECONDS = 10
 _REMEDY = "give a new file, or one that --step-log wrote"
 
@@ -131,17 +130,6 @@ def require_tensorboard(folder: str, *, new: bool) -> None:
         raise UsageError(f"tensorboard {folder!r} holds the curves of another run; give a new folder")
 
 
-def require_wandb(project: str) -> None:
-    """Raise UsageError unless a run can be logged to this project of Weights & Biases."""
-    if not project.strip():
-        raise UsageError("wandb '' names no project; give its name")
-    if importlib.util.find_spec("wandb") is None:
-        raise UsageError(
-            f"wandb {project!r} needs the package wandb, which is not installed; pip install wandb, or use "
-            "--tensorboard DIR or --step-log FILE"
-        )
-
-
 def scalars_of(values: Mapping[str, Any]) -> dict[str, float]:
     """Numeric values of a step by tag, and its overlap by stack, layer, collective and pass; others are left out."""
     overlap = {
@@ -154,36 +142,6 @@ def scalars_of(values: Mapping[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, (int, float))
     }
-
-
-class WandbRun:
-    """Run of a project at Weights & Biases, for one process of a run.
-
-    kept: file for the run's id; None where no run can be resumed. earlier: such a file of the run that is resumed,
-    if any. config: values to show. Steps that a resumed run repeats are dropped there: they have the same losses.
-    """
-
-    def __init__(self, project: str, kept: Path | None, earlier: Path | None, config: Mapping[str, Any]) -> None:
-        import wandb  # type: ignore[import-not-found,unused-ignore]  # not always installed
-
-        run = uuid.uuid4().hex
-        if earlier is not None and earlier.is_file():
-            run = read_text(earlier, "id of a run at wandb", "remove it, and a new run begins").strip()
-        self._run = wandb.init(project=project, id=run, resume="allow", config=dict(config))
-        if kept is not None:
-            write_text(kept, run + "\n", "id of a run at wandb")
-
-    def write(self, *, step: int, **values: Any) -> None:
-        """Log `scalars_of` a step."""
-        self._run.log(scalars_of(values), step=step)
-
-    def __enter__(self) -> WandbRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run.finish(exit_code=0 if kind is None else 1)
 
 
 class Scalars:

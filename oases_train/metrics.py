@@ -97,15 +97,13 @@ class Peak:
     source: str
 
     @staticmethod
-    def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None, given: float = 0.0) -> Peak:
+    def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None) -> Peak:
         """Peak of the ranks' devices. Collective over all ranks.
 
-        given: FLOP/s of one rank; 0: from the data sheet of a known GPU, else measured with matmuls on all ranks at
-        once, for some 30 ms. dtype: of the model's matmuls.
+        From the data sheet of a known GPU, else measured with matmuls on all ranks at once, for some 30 ms. dtype: of
+        the model's matmuls.
         """
         ranks, name = group_size(process_group), str(dtype).removeprefix("torch.")
-        if given:
-            return Peak(ranks * given, f"{ranks} x {given:.4g} FLOP/s, as given")
         known = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
         if known:
             return Peak(ranks * known, f"{ranks} x {known:.4g} FLOP/s in {name}, from its data sheet")
@@ -185,7 +183,7 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 
 
 def _is_logged(config: TrainConfig) -> bool:
-    return any(each is not None for each in (config.step_log, config.tensorboard, config.wandb))
+    return any(each is not None for each in (config.step_log, config.tensorboard))
 
 
 class Training(Protocol):
@@ -221,6 +219,17 @@ class Training(Protocol):
         """Let other runs have the checkpoint folder."""
 
 
+def step_flops(plan: Plan) -> float:
+    """Model FLOPs of a training step, see the module; with experts, of those that a token is routed to."""
+    model, experts = plan.model, plan.experts
+    found = model.step_flops(plan.global_batch)
+    if experts is None:
+        return found
+    width = experts.top_k * (experts.expert_hidden or 4 * model.hidden) + experts.shared_hidden
+    used = 2 * model.hidden * width + experts.experts * model.hidden
+    return found + 6.0 * model.layers * (used - 8 * model.hidden**2) * plan.global_batch * model.sequence
+
+
 class Reporter:
     """Step reports of a trainer. Constructor and `report` are collectives over all ranks.
 
@@ -235,9 +244,9 @@ class Reporter:
             all_reduce(asked, trainer.group, "whether steps are reported", largest=True).item()
         )
         self.tokens = config.batch * config.sequence
-        self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
+        self.flops = step_flops(trainer.plan)
         """Model FLOPs per step."""
-        self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
+        self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group)
         logs = group_rank(trainer.group) == 0 and _is_logged(config)
         self._overlap = StepOverlap(trainer.overlap) if logs else None
         trainer.meter.reset()

@@ -20,6 +20,8 @@ from oases_train.tokenizer import AnyTokenizer, Bytes, require_package
 
 _AT_ONCE = 16 * PIECE_CHARACTERS
 """Characters per tokenizer call: enough to use all its threads."""
+_COLUMN = "text"
+"""Column of a dataset with the text."""
 
 
 class Source(Protocol):
@@ -37,14 +39,14 @@ class Source(Protocol):
 
 
 class Dataset:
-    """Dataset saved by `save_to_disk` of `datasets`; its `train` split, if it has splits. column: with the text.
+    """Dataset saved by `save_to_disk` of `datasets`: its column `text`, of its `train` split if it has splits.
 
     UsageError where the package is not installed, and where the folder or the column cannot be read.
     """
 
-    def __init__(self, path: Path, column: str) -> None:
+    def __init__(self, path: Path) -> None:
         library = require_package("datasets", f"data {str(path)!r}", "pip install datasets")
-        self.path, self._column = path, column
+        self.path = path
         try:
             found = library.load_from_disk(str(path))
         except (OSError, ValueError) as error:
@@ -55,12 +57,12 @@ class Dataset:
                     f"data {str(path)!r} has the splits {', '.join(found)}, and no train; give the folder of one"
                 )
             found = found["train"]
-        if column not in found.column_names:
+        if _COLUMN not in found.column_names:
             raise UsageError(
-                f"data {str(path)!r} has no column {column!r}; give one of {', '.join(found.column_names)} as "
-                "--text-column"
+                f"data {str(path)!r} has no column {_COLUMN!r}; rename one of {', '.join(found.column_names)} to it "
+                "(rename_column of datasets), and save it again"
             )
-        self._rows = found.select_columns([column])
+        self._rows = found.select_columns([_COLUMN])
         self._files = sorted(file for file in path.rglob("*") if file.is_file())
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
@@ -73,8 +75,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' paths, sizes and modification times, and the column."""
-        return stamp(self._files) + self._column
+        """Hash of the files' paths, sizes and modification times."""
+        return stamp(self._files) + _COLUMN
 
     def described(self) -> str:
         """Description, e.g. "1000 texts from corpus"."""
@@ -83,11 +85,11 @@ class Dataset:
     def documents(self) -> Documents:
         """Text of each row. UsageError for a row that is not text."""
         for batch in self._rows.iter(batch_size=256):
-            for text in batch[self._column]:
+            for text in batch[_COLUMN]:
                 if not isinstance(text, str):
                     raise UsageError(
-                        f"data {str(self.path)!r}: column {self._column!r} holds a {type(text).__name__}, not text; "
-                        "give the column of the text as --text-column"
+                        f"data {str(self.path)!r}: column {_COLUMN!r} holds a {type(text).__name__}, not text; "
+                        "rename the column with the text to it (rename_column of datasets)"
                     )
                 if text:
                     yield iter((text,))
@@ -161,14 +163,14 @@ class TokenCorpus(Corpus):
             aside.unlink(missing_ok=True)
 
 
-def open_corpus(data: str | None, tokenizer: AnyTokenizer, column: str = "text") -> Corpus:
-    """Open the corpus at `data`. column: text column of a dataset.
+def open_corpus(data: str | None, tokenizer: AnyTokenizer) -> Corpus:
+    """Open the corpus at `data`.
 
     data: a text file, a folder of them, or a saved dataset; None: this Python's standard library. UsageError where it
     cannot be read, or needs a package that is not installed.
     """
     if data and Dataset.is_at(Path(data)):
-        return TokenCorpus(Dataset(Path(data), column), tokenizer)
+        return TokenCorpus(Dataset(Path(data)), tokenizer)
     text = TextCorpus(data)
     return text if isinstance(tokenizer, Bytes) else TokenCorpus(text, tokenizer)
 

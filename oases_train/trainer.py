@@ -27,8 +27,7 @@ from oases.distributed.gradient_clipping import clip_grad_norm
 from oases.distributed.mesh import Mesh
 from oases.errors import SavedExit, UsageError
 from oases.models.gpt import GPT
-from oases.models.moe_gpt import MoEGPT
-from oases.models.options import sizes_of
+from oases.models.moe_gpt import MoEGPT, MoEGPTConfig
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases_train.callbacks import TrainingCallbacks
@@ -69,6 +68,8 @@ class Trainer:
         if isinstance(run, TrainConfig):
             run = Run.of(run, group_size(self.group)) if plan is None else Run(run, plan)
         self.config, self.plan = config, plan = run.config, run.plan
+        self.sizes = run.sizes
+        """Model sizes that must match to load this model's weights."""
         self.mesh = mesh or Mesh.of(plan, process_group=self.group)
         self._owns_mesh = mesh is None
         self.corpus = config.corpus()
@@ -101,7 +102,6 @@ class Trainer:
             self.model,
             config.precision,
             learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
         )
         self.steps_done = 0
         self.updates = 0
@@ -111,7 +111,7 @@ class Trainer:
         self.gradient_norm = math.nan
         """Global norm of the last step's gradient, before clipping."""
         self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
-        self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
+        self.step_check = StepCheck(cast(Policy, config.bad_loss))
         # Before anything of another run is read or removed.
         self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
         self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
@@ -126,7 +126,6 @@ class Trainer:
         require_sizes(Metadata.read(path), self.sizes, path)
         record = load(path, self.model, self.optimizer, self.group)
         self.steps_done, self.updates = record.step, record.updates
-        self.step_check.recent.extend(record.losses)
         set_choices(self.model, record.choices, self.group)
         rate = self.learning_rate(record.step)
         for each in differences(record, self._data(), _backend_of(self.group), rate):
@@ -155,7 +154,6 @@ class Trainer:
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
             random=random_streams(self.model),
-            losses=list(self.step_check.recent),
             choices=choices_of(self.model, self.group),
             backend=_backend_of(self.group),
             config=dataclasses.asdict(self.config),
@@ -165,11 +163,6 @@ class Trainer:
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0; a function of the step only, so it has no state."""
         return self.config.rate(step)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Model sizes that must match to load this model's weights."""
-        return sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}
 
     def step(self) -> float:
         """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
@@ -339,11 +332,14 @@ class Trainer:
 
 def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
     """Build this rank's part of the model."""
-    rows = plan.model.vocabulary
+    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=plan.model.vocabulary)
     if plan.experts is not None:
-        mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
+        mixture = MoEGPTConfig(
+            **vars(sizes), experts=config.experts, top_k=config.top_k, expert_hidden=config.expert_hidden,
+            shared_hidden=plan.experts.shared_hidden,
+            gate="sigmoid" if plan.experts.gate == "sigmoid" else "softmax",
+        )  # fmt: skip
         return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
-    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))
 

@@ -112,7 +112,9 @@ class OverlapBench:
         # is faster on this machine; the ideal takes the faster.
         self.compute_alone = {
             "compute alone": config.resolve_schedule("fine_grained", layer_of),
-            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
+            "compute alone, cut": config.resolve_schedule(
+                f"oases@{min(config.default_sub_batches, config.batch)}", layer_of
+            ),
         }
         self.peers = dict(peers or {})
         torch.manual_seed(config.seed)
