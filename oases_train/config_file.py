@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 import oases.records as records
-from oases.cli.options import REMOVED
 from oases.errors import UsageError
 from oases.files import read_text
 from oases.limits import short
+from oases.moved import REMOVED
 
 _ALL = "oases train --write-config lists all"
 _WIDTH = 100

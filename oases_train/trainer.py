@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from oases.checkpoint.contents import choices_of, set_choices
 from oases.checkpoint.files import load
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.state import random_streams, state
+from oases.checkpoint.state import State, random_streams, state
 from oases.checkpoint.writer import SaveError, write
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.failure import FailTogether, monitor_of
@@ -260,23 +261,41 @@ class Trainer:
         folder.
         """
         losses: list[float] = []
-        reporter = Reporter(self, watched=on_step is not None)
-        with TrainingCallbacks(self) as callbacks:
-            while self.steps_done < self.config.steps:
+        config, dtype = self.config, next(self.model.parameters()).dtype
+        logged = config.step_log is not None or config.tensorboard is not None
+        overlap = self.overlap if logged and group_rank(self.group) == 0 else None
+        reporter = Reporter(self.plan, self.meter, dtype, wanted=logged or on_step is not None, overlap=overlap)
+        saved = self.resumed is not None
+        callbacks = TrainingCallbacks(
+            config, self.group, self.device, self.steps_done, saved=saved, state=self._state
+        )
+        with ExitStack() as ends:
+            ends.callback(self.unlock)
+            ends.enter_context(callbacks)
+            while self.steps_done < config.steps:
                 with self._together():
                     with self.meter.step():
                         losses.append(self.step())
-                    if self.config.evaluate_every and self.steps_done % self.config.evaluate_every == 0:
+                    if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
                         self.evaluations[self.steps_done] = self.validate()
-                    report = reporter.report(losses[-1])
+                    report = reporter.report(
+                        step=self.steps_done,
+                        loss=losses[-1],
+                        learning_rate=self.learning_rate(self.steps_done - 1),
+                        gradient_norm=self.gradient_norm,
+                        skipped=self.steps_done - 1 in self.step_check.skipped,
+                        validation_loss=self.evaluations.get(self.steps_done),
+                        balance=None if self.balance is None else self.balance.last,
+                    )
                     if on_step is not None and report is not None:
                         on_step(report)
-                    callbacks.after_step(report)
-            callbacks.finish()
+                    callbacks.after_step(self.steps_done, report)
+            callbacks.finish(self.steps_done)
         with self._together("the result after {} steps"):
             return {
                 "losses": losses,
                 **reporter.summary(),
+                "balance": None if self.balance is None else self.balance.summary(),
                 "validation_loss": self._last_validation(),
                 "validation_losses": self.evaluations,
                 "overlap": self.overlap().json(),
@@ -287,13 +306,13 @@ class Trainer:
 
     def save(self, path: str) -> None:
         """Write a checkpoint, loadable with any parallel degrees and any plan."""
-        self.settle()
-        write(path, state(self.model, self.optimizer, self.group), self.checkpoint_metadata(), self.group)
+        write(path, *self._state(), self.group)
 
-    def settle(self) -> None:
-        """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""
+    def _state(self) -> tuple[State, Metadata]:
+        """Content of a checkpoint of the current state. Collective over all ranks."""
         if isinstance(self.model, MoEGPT):
-            self.model.settle()
+            self.model.settle()  # pending updates of router biases
+        return state(self.model, self.optimizer, self.group), self.checkpoint_metadata()
 
     def unlock(self) -> None:
         """Let other runs have the checkpoint folder; `train` does so at its end."""

@@ -18,7 +18,8 @@ from oases import testbed
 from oases.errors import UsageError, make_folder
 from oases.files import write_text
 from oases.launch import fork_server
-from oases.limits import flag_of, require_numbers
+from oases.limits import flag_of, require_numbers, short
+from oases.moved import REMOVED
 from oases.testbed import Backend
 
 STANDARD_OUTPUT = "-"
@@ -52,34 +53,12 @@ ELSEWHERE = {
 """Options of oases 0.1, of Megatron and of transformers, and ours."""
 
 
-REMOVED = {
-    "sub_batches": "write their number behind the schedule's name: --schedule oases@4",
-    "text_column": "rename the column to text: rename_column of datasets, then save_to_disk",
-    "vocabulary": "the tokenizer or --model sets it; a plan for another one: oases plan --vocabulary, then --plan",
-    "lora_targets": "all linears get adapters; for others add them by peft, then call oases.parallelize",
-    "learning_rate_floor": "rates end at a tenth of the peak; or take --learning-rate-schedule constant",
-    "decay_steps": "wsd decays in the last tenth of --steps",
-    "weight_decay": "it is 0.1, of matrices; for another one call oases.make_optimizer in a custom training loop",
-    "save_error": "a checkpoint that cannot be written is a warning, listed in --json as checkpoints: failed",
-    "spike": "--bad-loss skip leaves out steps that are not finite, --clip bounds the others",
-    "wandb": "log with --tensorboard DIR, and send that by wandb sync DIR",
-    "peak_flops": "divide flops_per_second of --step-log by it",
-    "print_every": "--step-log FILE has a line for each step",
-    "shared_hidden": "give a model with a shared expert as --model, or build it of oases.OverlappedMoE",
-    "gate": "build the model of oases.OverlappedMoE(gate=...)",
-    "z_weight": "build the model of oases.OverlappedMoE(z_weight=...)",
-    "bias_update_rate": "build the model of oases.OverlappedMoE(bias_update_rate=...)",
-    "capacity_factor": "build the model of oases.OverlappedMoE(capacity_factor=...)",
-    "expert_memory": "build the model of oases.OverlappedMoE(memory_budget=...)",
-    "expert_schedule": "give it as --schedule",
-    "experts_mode": "--placement METHOD sends tokens to the experts of --model, over all ranks of a stage",
-    "expert_parallel": "--placement METHOD uses all ranks of a stage; fewer: oases.parallelize(expert_parallel=N)",
-}
-"""Options of training in 0.1, by field, and what to do instead."""
-
-
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports errors like all others: one line, exit code 2."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, _whole)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; report unknown arguments as errors of the command that got them, with the nearest known option."""
@@ -94,11 +73,21 @@ class Parser(argparse.ArgumentParser):
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         require_numbers(vars(options), flags=True)
+        for option, value in vars(options).items():
+            if isinstance(value, str) and value and not value.replace(",", "").strip():
+                self.error(f"{flag_of(option)} names nothing: {value!r}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a parsing error (called by argparse)."""
         fail(f"{message}; see '{self.prog} --help'")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {short(text)}") from error
 
 
 def fail(message: str) -> NoReturn:

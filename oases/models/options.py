@@ -43,9 +43,6 @@ class ModelOptions:
         require_choices(self)
         if self.heads == 0:
             object.__setattr__(self, "heads", self.default_heads)
-        for name in ("hidden", "layers", "heads", "sequence", "batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
 

@@ -11,9 +11,9 @@ import yaml
 import oases
 from oases import TrainConfig
 from oases.cli import main
-from oases.cli.options import REMOVED
 from oases.errors import UsageError
 from oases.models.options import Degrees
+from oases.moved import REMOVED
 from oases_train.config_file import config_text, read_values
 from oases_train.plan import Run
 

@@ -154,6 +154,11 @@ def test_options_of_experts_need_them(llama, changes, why):
         config_of(**{"model": llama, **changes})
 
 
+def test_a_placement_sends_tokens_to_the_experts_of_a_model(llama):
+    assert config_of(llama).model_experts == {}
+    assert config_of(llama, placement="none").model_experts == {"experts": "balanced", "placement": "none"}
+
+
 @pytest.mark.slow
 def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
     """Averages, with error feedback; reduce-scatters, without."""
@@ -225,7 +230,7 @@ def test_instructions_are_drawn_by_step_and_divided(tuning):
     assert not torch.equal(first["input_ids"], other["input_ids"])
     texts = [bytes(row.tolist()).decode() for row in held_out["input_ids"]]
     assert all(text.startswith(("1+1=2", "21+21=42")) for text in texts)
-    assert tuning in data.described()
+    assert tuning in data.description
 
 
 class Letters:

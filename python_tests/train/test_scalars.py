@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_has_each_step_once(corpus, tmp_path):
 def test_what_was_written_before_a_checkpoint_is_not_lost(tmp_path):
     scalars = Scalars(tmp_path, 0)  # left open, as by a process that is killed
     scalars.write(step=1, loss=2.5, bubble=None)
-    scalars.flush()
+    scalars.sync()
     assert curves(tmp_path) == {"train/loss": [(1, 2.5)]}
     scalars.__exit__(None, None, None)
 
