@@ -21,7 +21,7 @@ from oases.errors import UsageError
 from oases.limits import fault, short
 
 _T = TypeVar("_T")
-_LARGEST = 2**63 - 1
+_LARGEST = 2**64 - 1
 _UNITS = ("_ms", "_us", "_milliseconds", "_mib", "_gib", "_gb", "_gbps")
 """Suffixes of fields in another unit than a record's."""
 
@@ -236,7 +236,7 @@ def _value(hint: Any, notes: Sequence[Any], value: Any, where: str, name: str, r
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (tuple, list):
         return _sequence(origin, inner[0], value, where, remedy)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         return _mapping(inner, value, where, remedy)
     return _number_or_text(hint, (*notes, *more), value, where, name, nullable) if hint in _PLAIN else value
 
@@ -295,7 +295,7 @@ def _number_or_text(
     if limits is None and (wrong := fault(name, value, where)):
         raise UsageError(wrong)
     if kind is int and not -_LARGEST <= value <= _LARGEST:  # JSON has whole numbers of any length
-        raise UsageError(f"{where} must be below 2^63, got {short(value)}")
+        raise UsageError(f"{where} must be below 2^64, got {short(value)}")
     if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
         raise UsageError(f"{where} must be finite, got {short(value)}")
     if limits is not None and (wrong := limits.fault(value)):

@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from oases.core.dtypes import AUTO_LOSSY, WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, recomputed_layers
@@ -78,7 +79,21 @@ class Run:
                 f"{what} with a vocabulary of {plan.model.vocabulary} and a batch of {plan.global_batch} over "
                 f"{plan.world} ranks",
             )
-        return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
+        return config.check_files(self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Model sizes that must match to load a checkpoint."""
+        found, experts = sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}, self.plan.experts
+        if experts is None:
+            return found
+        names = ("experts", "top_k", "shared_hidden", "gate")
+        hidden = experts.expert_hidden or 4 * self.config.hidden
+        return (
+            found
+            | {name: getattr(experts, name) for name in names}
+            | {"expert_hidden": hidden, "expert_bias": experts.bias_update_rate > 0}
+        )
 
 
 def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
@@ -165,7 +180,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     if config.batch // share < most:
         raise UsageError(
             f"{config.batch // share} samples of a micro-batch on a replica cannot be split into {most} sub-batches; "
-            f"raise --batch to {most * share}, or lower --sub-batches or --micro-batches"
+            f"raise --batch to {most * share}, name a schedule with fewer (oases@2), or lower --micro-batches"
         )
     return Plan(
         model=model,
@@ -180,7 +195,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         zero=config.zero,
         fsdp=config.fsdp,
         pipeline=pipeline,
-        experts=config.plan_experts,
+        experts=config.plan_experts(config.schedule),
     )
 
 
@@ -220,12 +235,12 @@ def _segment(config: TrainConfig, layers: int, blocks: int, tensor: int) -> Segm
     if config.experts:  # experts have a schedule of their own
         return Segment(blocks, tensor, "sync", 1, again)
     if name in GENERATORS and (not count or count.isdecimal()):
-        sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
+        sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.default_sub_batches
         config.require_batch(sub_batches, name)
         return Segment(blocks, tensor, name, sub_batches, again, config.sequence_parallel)
     made = config.schedule_or_auto(config.schedule, num_blocks=blocks)
     if isinstance(made, str):
-        return Segment(blocks, tensor, AUTO, config.sub_batches, again, config.sequence_parallel)
+        return Segment(blocks, tensor, AUTO, config.default_sub_batches, again, config.sequence_parallel)
     again = recomputed_layers(made.recomputed_blocks, blocks)
     text = format_schedule(made)
     return Segment(blocks, tensor, text, made.num_sub_batches, again, config.sequence_parallel)
@@ -260,10 +275,10 @@ def least_bytes(plan: Plan) -> dict[str, int]:
     tokens = plan.global_batch * model.sequence // plan.micro_batches
     return {
         "blocks (--hidden, --layers)": blocks,
-        "the embedding (--vocabulary, --sequence)": first_and_last * plan.stage_ranks * table,
+        "the embedding (--tokenizer, --sequence)": first_and_last * plan.stage_ranks * table,
         "activations (--batch, --sequence)": activations,
         # Of the loss's numbers in float32, with the logits that they are computed from.
-        "logits (--batch, --sequence, --vocabulary)": tokens * model.vocabulary * (model.element_bytes + 4),
+        "logits (--batch, --sequence, --tokenizer)": tokens * model.vocabulary * (model.element_bytes + 4),
     }
 
 

@@ -24,7 +24,7 @@ from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 
 SIZES = {
-    "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "sub-batches": 2, "warmup": 2,
+    "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "warmup": 2,
     "validation-batches": 1,
 }  # fmt: skip
 STAGES = Plan(

@@ -112,7 +112,7 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("prediction", "memory_bytes", 3), "memory_bytes must be a list"),
         (put("prediction", "memory_bytes", [1]), r"memory_bytes must be .* each of 2 stages, got \[1\]"),
         (put("prediction", "memory_bytes", [1, "x"]), r"memory_bytes\[1\] must be a whole number"),
-        (put("prediction", "step_seconds", float("nan")), "plan is not JSON: NaN is no number of JSON"),
+        (put("prediction", "step_seconds", float("nan")), "step_seconds must be finite, got nan"),
         (put("prediction", "exposed_seconds", -1), "exposed_seconds must be at least 0, got -1"),
         (put("prediction", [1]), r"prediction must be an object or null, got \[1\]"),
         (put("model", "sequence", 10**400), "sequence must be at most 16777216"),

@@ -115,7 +115,6 @@ def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, plain_run, tmp_
         ({"sequence": 16}, "sequence is 8 there and 16 here"),
         ({"batch": 8}, "batch is 16 there and 8 here"),
         ({"schedule": "sync"}, "leave out --schedule"),
-        ({"sub_batches": 2}, "leave out --sub-batches"),
     ],
 )
 def test_what_the_plan_says_otherwise_is_named(given, message):
