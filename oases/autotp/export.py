@@ -19,7 +19,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oases.autotp.backward_code import code_of_backward
 from oases.autotp.cache import call_layer, is_layer_cache
 from oases.autotp.rewrites import (
     differentiable_copies,
@@ -28,7 +27,7 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
-from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, unrecorded
+from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, code_of_backward, unrecorded
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
 from oases.graph.trace.as_run import CallCounter, traced_as_run

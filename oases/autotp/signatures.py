@@ -37,16 +37,7 @@ from oases.autotp.shapes import Segments, Split
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.trace_guard import (
-    Modes,
-    base_of,
-    indices_in,
-    inner_hooks,
-    look_of,
-    modes_of,
-    set_modes,
-    states_of,
-)
+from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks, look_of, set_modes, states_of
 from oases.core.blocks.sharding import Cut
 from oases.errors import UsageError
 
@@ -67,7 +58,7 @@ class LayerSignature:
         self.tp = tp
         self.states = states_of(twin)
         flat, tree = leaves(args, kwargs)
-        modes = modes_of(twin, self.states)
+        modes = Modes(tuple(part.training for part in twin.modules()))
         self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), _places_of(twin)
         self._traces: dict[int, Exported | UnsplittableError] = {}
         """Graphs of the sample, or why there is none, by index in _VARYING, until it is run."""
@@ -189,7 +180,7 @@ class LayerSignature:
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
         flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, modes_of(call.module, base_of(call.module, self.states)))
+        signature = CallSignature.of(flat, tree, TraceGuard(call.module, "", self.states).modes())
         return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
 
     def _whole_cache(self, held: Any) -> Any:
