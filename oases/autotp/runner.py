@@ -101,11 +101,11 @@ class Layer:
         made = self.signature.program(
             call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
         )
-        return (self.follows and made.blocks is not None and made.behind) or made
+        return (self.follows and bool(made.blocks) and made.behind) or made
 
     def unlike(self, program: Program) -> str:
         """Reason why the blocks of the stack cannot run a program, whose layer was traced in other modes, or ""."""
-        if id(program) not in self._unlike and program.blocks is not None:
+        if id(program) not in self._unlike and program.blocks:
             reads = [pieces.parameters(program.exported.parameters) for pieces in program.blocks]
             other = [name for mine, known in zip(reads, self.read, strict=False) for name in mine - known]
             why = f"it reads {', '.join(sorted(other))}, unlike at parallelize()" if other else ""
@@ -190,7 +190,6 @@ class Runner:
         for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
             if index > 0 and not along and program.behind is not None:
                 layer.follows, program = True, program.behind
-            assert program.blocks is not None
             for number, pieces in enumerate(program.blocks):
                 names = pieces.parameters(program.exported.parameters)
                 layer.read.append(names)
@@ -270,7 +269,7 @@ class Runner:
         self._calls.append(call)
         where, program = layer.path, call.program
         why = layer.unlike(program) or program.why_not_in_a_stack
-        if why and (program.blocks is None or first.shape[0] > 1 or layer.unlike(program)):
+        if why and (not program.blocks or first.shape[0] > 1 or layer.unlike(program)):
             raise UnsplittableError(
                 f"{where} with these arguments: {why}; give parallelize() schedule='layers', which hides "
                 "communication inside each layer alone"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import nn
 
 from oases.autotp.cache import NO_CACHE, is_layer_cache
 from oases.autotp.cutting import cut, other_results
@@ -32,7 +32,7 @@ from oases.autotp.export import (
 from oases.autotp.layers import LayerList, TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear
 from oases.autotp.program import Program, shapes_of
-from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.rules import is_linear, weight_of
 from oases.autotp.shapes import Segments, Split
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
@@ -73,8 +73,8 @@ class LayerSignature:
             except UnsplittableError as error:  # a layer may be sharded where its lengths are known
                 if level or isinstance(error, TooLongError):
                     raise
-        self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
-        self._levels: dict[tuple[CallSignature, int | None], int] = {}
+        self.programs: dict[tuple[CallSignature, int], list[Program]] = {}
+        self._levels: dict[tuple[CallSignature, int], int] = {}
         self.kept: tuple[Split | None, ...] | None = None
         """Sharding of the keys and values that a key-value cache keeps; None before it is known."""
 
@@ -85,9 +85,9 @@ class LayerSignature:
         if self.sums:  # norms over what would be sharded: rather more all-reduces than a layer on every rank
             self.structure = find(exported, keep, self.tp.ranks, sums=True)
         self.columns: dict[str, Segments] = {
-            _weight(exported, node): segments for node, segments in self.structure.columns.items()
+            weight_of(exported, node): segments for node, segments in self.structure.columns.items()
         }
-        self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
+        self.rows = tuple(weight_of(exported, node) for node in self.structure.rows)
         walk = _walk(exported, self.columns, GroupRank(), self.sums)
         self.cuts: Mapping[str, Cut] = walk.cuts
         self.balanced: Mapping[str, tuple[ExpertMlp, int]] = walk.balanced
@@ -102,7 +102,7 @@ class LayerSignature:
         call_signature: CallSignature,
         found: list[Any],
         tree: pytree.TreeSpec,
-        activation: int | None,
+        activation: int,
         device: Any,
         layer: nn.Module,
     ) -> Program:
@@ -130,12 +130,11 @@ class LayerSignature:
                 "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
                 "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
             ) from error
-        blocks, others, reason = None, list[Any](), ""
+        blocks, others, reason = [], list[Any](), "it has no activation"
         try:
-            name = None if activation is None or activation < 0 else exported.inputs[activation]
-            if name is None:
-                raise UnsplittableError("it has no activation")
-            blocks, others = cut(walk, name), other_results(walk, name)
+            if activation >= 0 and exported.inputs[activation] is not None:
+                x = walk.given(exported.inputs[activation])
+                blocks, others, reason = cut(walk, x), other_results(walk, x), ""
         except UnsplittableError as error:
             reason = str(error)
         accepted = {shapes_of(found): True}  # valid for its own shapes even where a guard cannot be decided
@@ -143,7 +142,7 @@ class LayerSignature:
         return programs[-1]
 
     def _traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int | None]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int]
     ) -> tuple[Exported, Splitter]:
         """Graph of a call and its sharding, with as many dynamic lengths as it allows.
 
@@ -219,18 +218,14 @@ class LayerSignature:
 
 
 def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, sums: bool) -> Splitter:
-    nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
-             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
+    nodes = {node: columns[weight_of(exported, node)] for node in exported.graph.nodes
+             if is_linear(node) and weight_of(exported, node) in columns}  # fmt: skip
     return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
 
 
 def _places_of(twin: nn.Module) -> list[tuple[torch.device, torch.dtype]]:
     """Devices and types of a module's parameters."""
     return [(parameter.device, parameter.dtype) for parameter in twin.parameters()]
-
-
-def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
 
 
 def layer_signatures(

@@ -272,6 +272,11 @@ class Splitter:
         found: fx.Node = self.value(node).node
         return found
 
+    def given(self, name: str | None) -> fx.Node:
+        """Placeholder of the rank's graph of this name."""
+        (found,) = self.graph.find_nodes(op="placeholder", target=name)
+        return found
+
     def state(self, path: str) -> fx.Node:
         """Placeholder of the state of a module of the layer, which is an object and no tensor."""
         name = f"state_{len(self.states)}"

@@ -38,7 +38,7 @@ class StandaloneForward:
     def _run(self, found: list[Any], tree: pytree.TreeSpec) -> Any:
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self.guard.modes())
-        program = self.signature.program(call_signature, found, tree, None, device, self.module)
+        program = self.signature.program(call_signature, found, tree, -1, device, self.module)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
