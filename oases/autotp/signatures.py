@@ -1,4 +1,4 @@
-"""Signatures of the layers of a list: layers that differ in their weights alone share one.
+"""Second phase of `parallelize`: layers, traced; those that differ in their weights alone share a signature.
 
 The fake copy that a signature has of the unsharded layer is traced once per call signature: again for other flags,
 other inputs, or shapes outside of earlier traces. The sharding is decided once; every trace must agree with it.
@@ -6,16 +6,20 @@ other inputs, or shapes outside of earlier traces. The sharding is decided once;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
+from oases.autotp.balanced import require_balanced
 from oases.autotp.cache import NO_CACHE, is_layer_cache
+from oases.autotp.checking import Setup
 from oases.autotp.cutting import cut, other_results
-from oases.autotp.experts import ExpertMlp, collections, replicate_experts
+from oases.autotp.experts import ExpertMlp, collections, replicate_experts, substitute_experts
 from oases.autotp.export import (
     CallSignature,
     Exported,
@@ -29,7 +33,7 @@ from oases.autotp.export import (
     varying_shapes,
     without_data,
 )
-from oases.autotp.layers import LayerList, TracedCall
+from oases.autotp.layers import LayerList, TracedCall, first_leaf, observe, single_layer
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear
 from oases.autotp.program import Program, shapes_of
 from oases.autotp.rules import is_linear, weight_of
@@ -38,8 +42,11 @@ from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
 from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks, look_of, set_modes, states_of
+from oases.autotp.vocabulary import Vocabulary
 from oases.core.blocks.sharding import Cut
-from oases.errors import UsageError
+from oases.errors import OverlapError, UsageError
+from oases.plans.layered import LayeredModel
+from oases.plans.plan import Plan
 
 _VARYING = (varying_shapes, varying_lengths, None)
 """Dynamic lengths to try in turn: all, all but the batch, none."""
@@ -302,3 +309,139 @@ def _parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _is_of(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
+
+
+Found = list[tuple[LayerList, list[LayerSignature | UnsplittableError]]]
+"""A model's lists of layers, with the signature of each layer."""
+
+
+def trace_layers(
+    model: nn.Module, twin: nn.Module, setup: Setup, vocabulary: Vocabulary | None
+) -> tuple[Found, set[str]]:
+    """Second phase of `parallelize`: lists of layers to cut, and names of parameters read outside of their modules.
+
+    twin: fake copy of the whole model; its experts are replaced. vocabulary: its tables and heads. Errors are those
+    of `parallelize`.
+    """
+    experts, spec, tp = setup.experts, setup.spec, setup.tp
+    substitute_experts(twin, tp.ranks if experts is None else experts.groups.degree, balanced=experts is not None)
+    known = dict(collections(twin))
+    if experts is not None:
+        require_balanced(twin, known)
+    names = [] if vocabulary is None else [*vocabulary.tables, *vocabulary.heads]
+    observed = observe(twin, setup.inputs, [twin.get_submodule(name) for name in names])
+    lists = observed.lists
+    if not lists and not spec.layers:
+        lists = [single_layer(twin, setup.inputs)]
+    if spec.layers is not None:
+        missing = set(spec.layers) - {each.name for each in lists}
+        if missing:
+            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
+        lists = [each for each in lists if each.name in spec.layers]
+    if setup.plan is not None:
+        _require_planned(twin, lists, setup.plan)
+    found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
+    _require_divisible(found, tp)
+    if experts is not None:
+        _require_experts_in_layers(model, known, found)
+    required = setup.stack.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
+    _tell_of_whole_layers(model, found, tp, bool(required))
+    return found, observed.outside_reads
+
+
+def _require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) -> None:
+    """Raise UsageError, with both sizes, for a plan of a model whose layers are others than those in `lists`.
+
+    Compares their number, the features between them and, of a traced model, the parameters of each; those of
+    adapters, which are added to a planned model, do not count.
+    """
+    calls = [call for each in lists for call in each.calls]
+    planned, remedy = plan.model, f"plan for {type(model).__name__} by oases.plan(model, cluster, ...)"
+    if len(calls) != planned.layers:
+        raise UsageError(f"plan: it is for {planned.layers} layers, the model has {len(calls)} in lists; {remedy}")
+    paths = [path for each in lists for path in each.paths]
+    if paths == [""]:  # the whole model, as one layer
+        return
+    x = first_leaf(calls[0].result)
+    if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != planned.hidden:
+        width = x.shape[-1]
+        raise UsageError(f"plan: it is for layers of width {planned.hidden}, the model's have {width}; {remedy}")
+    if not isinstance(planned, LayeredModel) or getattr(model, "peft_config", None) is not None:
+        return
+    for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
+        kinds = planned.layer_kinds[planned.layer_order[layer]]
+        wanted = sum(share.parameters for kind in kinds for share in planned.block(kind).shares)
+        found = sum(parameter.numel() for parameter in call.module.parameters())
+        if wanted != found:
+            raise UsageError(
+                f"plan: layer {layer} of {planned.name} has {wanted} parameters there, {path} has {found}; {remedy}"
+            )
+
+
+def _require_divisible(found: Found, tp: GroupRank) -> None:
+    """Raise UsageError, with the degrees that fit, unless the degree divides all sharded lengths."""
+    signatures = [
+        (each.name, one) for each, of_layers in found for one in of_layers if isinstance(one, LayerSignature)
+    ]
+    wrong = dict.fromkeys(
+        f"{length} ({name}.*.{of})"
+        for name, signature in signatures
+        for length, of in signature.structure.limits.items()
+        if length % tp.ranks
+    )
+    if wrong:
+        fits = sorted(set.intersection(*(set(signature.structure.degrees) for _, signature in signatures)))
+        raise UsageError(
+            f"the tensor-parallel degree {tp.ranks} does not divide these numbers of heads or features: "
+            f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
+        )
+
+
+def _require_experts_in_layers(model: nn.Module, experts: dict[str, Any], found: Found) -> None:
+    """Raise UsageError for balanced experts outside of the layers that are sharded."""
+    inside: set[str] = set()
+    for each, signatures in found:
+        for path, signature in zip(each.paths, signatures, strict=True):
+            if isinstance(signature, LayerSignature):
+                inside.update(f"{path}.{name}" for name in signature.balanced)
+            elif any(name.startswith(f"{path}.") for name in experts):
+                raise UsageError(
+                    f"experts='balanced': {path} of {type(model).__name__} cannot be sharded ({signature}); leave "
+                    "experts out"
+                )
+    outside = sorted(set(experts) - inside)
+    if outside:
+        raise UsageError(
+            f"experts='balanced': {outside[0]} of {type(model).__name__} is not called once in a layer that is "
+            "sharded; leave experts out"
+        )
+
+
+def _tell_of_whole_layers(model: nn.Module, found: Found, tp: GroupRank, required: bool) -> None:
+    """Warn of layers, and parts of layers, that stay whole, with their share of the parameters.
+
+    OverlapError where overlap is required.
+    """
+    if tp.ranks == 1:
+        return
+    whole = []
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for each, signatures in found:
+        parts: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, one in zip(each.paths, signatures, strict=True):
+            for part, why in whole_parts(one).items():
+                parts.setdefault(part, []).append((model.get_submodule(path).get_submodule(part), why))
+        for part, at in parts.items():
+            many = f"{len(at)}" if len(at) == len(signatures) else f"{len(at)} of {len(signatures)}"
+            held = {p: p.numel() for module, _ in at for p in module.parameters()}
+            whole.append(
+                f"{f'{part} of ' * bool(part)}{each.name or type(model).__name__} ({many} layers, "
+                f"{sum(held.values()) / total:.0%} of the parameters): {at[0][1]}"
+            )
+    if not whole:
+        return
+    text = f"these layers are replicated (no speed-up, no memory saved): {'; '.join(whole)}"
+    if required:
+        raise OverlapError(f"require_overlap: {text}")
+    if tp.rank == 0:
+        warnings.warn(text, stacklevel=3)
