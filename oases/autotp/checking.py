@@ -1,20 +1,23 @@
-"""First phase of `parallelize`: options, mesh and plan, checked and the same on all ranks."""
+"""First phase of `parallelize`: options, mesh and plan, checked and the same on all ranks; groups of a backend."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from statistics import median
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from oases.autotp.backends import with_backend
 from oases.autotp.balanced import ExpertOptions, expert_options
 from oases.autotp.layers import Inputs, example_inputs, turn_off_inner_caches
 from oases.autotp.lowering import GroupRank
@@ -25,8 +28,8 @@ from oases.autotp.pipeline.building import (
     planned_experts,
     require_runnable,
 )  # fmt: skip
-from oases.autotp.spec import ParallelSpec
 from oases.autotp.tools.recomputation import recomputing_options
+from oases.autotp.vocabulary import Vocabulary, find_vocabulary
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.communication import WireType, quantised_type, wire_type
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_of, group_size, resolve
@@ -44,6 +47,78 @@ _STACK = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_ba
 """Options of stacks."""
 _SAMPLED = 4096
 """Elements per tensor that are compared across ranks; another seed changes all of them."""
+_NUMBERS = 1 << 20
+"""float32 numbers of an all-reduce that is timed: 4 MB, some thousand tokens of a layer."""
+_WIDTH, _MATMULS = 1024, 4
+"""Matmuls beside it, of square float32 matrices: a backend that slows them is no faster."""
+_ROUNDS = 5
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """Properties that `parallelize` cannot infer of a module that is not from transformers.
+
+    inputs: (args, kwargs) of a sample call, tensors of the right shapes and types, with or without data; batch size
+        and lengths may differ in later calls.
+    layers: names of the lists of layers ("encoder.blocks"); None: every outermost list of modules of one class.
+    replicate: patterns of parameter names in the model ("*.gate.weight") to replicate.
+    vocabulary: name of the embedding to shard over the vocabulary; "" for none; None: the model's input embedding.
+    heads: names of the linears that give logits over that vocabulary.
+    loss: takes the loss of `train_step` from the model's result; None: its `loss`, first element, or itself.
+
+        class Encoder(nn.Module):        # not from transformers, no recognisable names
+            ...
+        spec = ParallelSpec(inputs=((torch.empty(2, 64, 32),), {}), replicate=("*.gate.weight",))
+        oases.parallelize(Encoder(), mesh=mesh, spec=spec)
+    """
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    layers: tuple[str, ...] | None = None
+    replicate: tuple[str, ...] = ()
+    vocabulary: str | None = None
+    heads: tuple[str, ...] = ()
+    loss: Callable[[Any], Any] | None = None
+
+    def vocabulary_of(self, model: nn.Module) -> Vocabulary | None:
+        """Embedding tables and heads to shard. UsageError for names of other modules."""
+        if self.vocabulary == "":
+            return None
+        if self.heads and self.vocabulary is None:
+            raise UsageError(f"spec names the heads {self.heads}; name the table of their vocabulary, too")
+        if self.vocabulary is None:
+            found = find_vocabulary(model)
+            cut = found is not None and not any(self.keeps_whole(f"{name}.weight") for name in found.tables)
+            return found if cut else None
+        table, heads = _module(model, self.vocabulary or "", nn.Embedding), {}
+        for name in self.heads:
+            heads[name] = _module(model, name, nn.Linear)
+            if heads[name].out_features != table.num_embeddings:
+                raise UsageError(
+                    f"spec: head {name!r} gives {heads[name].out_features} logits, and the vocabulary "
+                    f"{self.vocabulary!r} has {table.num_embeddings} rows"
+                )
+        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is table.weight}
+        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight is table.weight}
+        return Vocabulary(table.num_embeddings, tables, {**tied, **heads})
+
+    def require_names(self, model: nn.Module) -> None:
+        """Raise UsageError for a pattern that matches no parameter of the model."""
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for pattern in self.replicate:
+            if not any(fnmatch(name, pattern) for name in names):
+                raise UsageError(f"spec.replicate has {pattern!r}, which matches no parameter of the model")
+
+    def keeps_whole(self, name: str) -> bool:
+        """Whether a parameter is to be replicated."""
+        return any(fnmatch(name, pattern) for pattern in self.replicate)
+
+
+def _module(model: nn.Module, name: str, kind: type[M]) -> M:
+    found = dict(model.named_modules()).get(name)
+    if not isinstance(found, kind):
+        raise UsageError(f"spec names {name!r}, which is {type(found).__name__} and not {kind.__name__}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -216,7 +291,7 @@ def _digest(tensor: Tensor) -> str:
 def _groups_of(mesh: Any) -> list[ProcessGroup | None]:
     """Groups that together connect all ranks of a mesh."""
     if isinstance(mesh, DeviceMesh):
-        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        return [*mesh.get_all_groups()]
     return [mesh.run if isinstance(mesh, Mesh) else resolve(mesh)]
 
 
@@ -314,3 +389,100 @@ def _expert_options(
     wire = None if wire == AUTO_LOSSY else wire_type(wire)
     of_stage, sharded = (None, False) if steps is None else (steps.mesh, steps.shards)
     return expert_options(mesh, of_stage, group, degree, options.placement, wire, sharded=sharded)
+
+
+def with_backend(mesh: Any, backend: str | None, device: torch.device | None = None) -> tuple[Any, list[str]]:
+    """Make new groups of a mesh's ranks over a backend, e.g. "staged". Collective over them. None: the mesh itself.
+
+    mesh: a DeviceMesh without "pp", a process group, or None for the default group. "auto": `staged`, unless the
+    mesh's own tensor-parallel group sums tensors of `device` sooner, measured here. Returns the mesh, and what was
+    measured in a line. UsageError for anything else, for an unknown backend, and where there is no group.
+    """
+    if backend is None:
+        return mesh, []
+    if backend != "auto" and backend not in dist.Backend.backend_list:
+        known = ", ".join(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+        raise UsageError(f"unknown backend {backend!r:.80}; known are {known}, and auto")
+    of_mesh = isinstance(mesh, DeviceMesh) and "pp" not in (mesh.mesh_dim_names or ())
+    if mesh is not None and not of_mesh and not isinstance(mesh, ProcessGroup):
+        start = "" if backend == "auto" else f", and start the run over it: init_process_group({backend!r})"
+        raise UsageError(
+            f"backend {backend!r} is for tensor-parallel groups and meshes of torch without 'pp'; leave it out{start}"
+        )
+    own = None if of_mesh else resolve(mesh)
+    groups = [*mesh.get_all_groups()] if of_mesh else [] if own is None else [own]
+    if not groups:
+        raise UsageError(
+            f"backend {backend!r} needs ranks; start them, e.g. by torchrun, and call init_process_group"
+        )
+    if backend != "auto":
+        return _of_groups(mesh, [_again(group, backend) for group in groups]), []
+    names = mesh.mesh_dim_names or () if of_mesh else ()
+    at = names.index("tp") if "tp" in names else 0
+    if device is None or device.type == "meta":
+        device = torch.device(mesh.device_type if of_mesh else "cpu")
+    trial, said = _tried(groups, at, device)
+    if trial is None:
+        return mesh, [said]
+    made = [trial if of == at else _again(group, "staged") for of, group in enumerate(groups)]
+    return _of_groups(mesh, made), [said]
+
+
+def _tried(groups: list[ProcessGroup], at: int, device: torch.device) -> tuple[ProcessGroup | None, str]:
+    """Group of `staged` of the ranks of groups[at] where it is the faster one, else None, and why. Collective.
+
+    groups: of all dimensions of a mesh. Replicas choose alike, for their groups are made together. A trial that lost
+    is kept, asleep: torch names groups by how many there are, and the next one of its name would read its addresses.
+    """
+    trial, why = None, "staged cannot join other ranks of the mesh"
+    try:
+        trial = _again(groups[at], "staged")
+    except ValueError as error:  # of all ranks of the group: it cannot join them
+        found, why = [0.0, math.inf], str(error).splitlines()[0]
+    else:
+        found = _seconds([groups[at], trial], device)
+    for group in groups:
+        found = [max(of) for of in zip(*all_gather_objects(found, group), strict=True)]
+    own, staged = found
+    if staged == math.inf:
+        return None, f"backend auto: {why}; the mesh keeps its own groups"
+    times = f"{1e3 * staged:.2f} ms by staged, {1e3 * own:.2f} ms by {dist.get_backend(groups[at])}"
+    return trial if staged < own else None, f"backend auto: an all-reduce beside matmuls takes {times}"
+
+
+def _of_groups(mesh: Any, groups: list[ProcessGroup]) -> Any:
+    """Rebuild a DeviceMesh, or a group, from new process groups of its ranks, one for each dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        return groups[0]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    names = cast("tuple[str, ...]", mesh.mesh_dim_names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
+
+
+def _again(group: ProcessGroup, backend: str) -> ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return cast(ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+
+
+def _seconds(groups: list[ProcessGroup], device: torch.device) -> list[float]:
+    """Median seconds of an all-reduce beside matmuls by each of some groups, on this rank. Collective.
+
+    They take turns, so that a machine that slows down slows all.
+    """
+    summed = torch.zeros(_NUMBERS, device=device)
+    matrix = torch.ones(_WIDTH, _WIDTH, device=device)
+
+    def seconds(by: ProcessGroup) -> float:
+        dist.barrier(by)
+        start = time.perf_counter()
+        work = dist.all_reduce(summed, group=by, async_op=True)
+        for _ in range(_MATMULS):
+            matrix @ matrix
+        work.wait()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    turns = [[seconds(by) for by in groups] for _ in range(1 + _ROUNDS)]
+    return [median(of) for of in zip(*turns[1:], strict=True)]  # the first makes connections and streams

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.fusion import fuse
-from oases.autotp.lowering import block_dropout, block_linear
+from oases.autotp.lowering import block_dropout, block_linear, fuse
 from oases.autotp.rules import is_linear
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 

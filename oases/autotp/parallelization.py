@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from oases.autotp.checking import Options, check
+from oases.autotp.checking import Options, ParallelSpec, check
 from oases.autotp.export import twin_of
 from oases.autotp.installation import install
 from oases.autotp.shards import shard
 from oases.autotp.signatures import trace_layers
-from oases.autotp.spec import ParallelSpec
 from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Schedule
 from oases.distributed.mesh import Mesh
@@ -67,17 +66,14 @@ def parallelize(
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
     exactly. pipeline_wire: the same for what the stages of "pp" send each other, without feedback. backend: of
     torch.distributed, e.g. "staged", for new groups of the mesh's ranks; "auto": `staged` where that sums sooner;
-    None: the mesh's own groups. stack_options: further options of OverlappedStack, such as sub_batches and
-    sequence_parallel.
+    None: the mesh's own groups. stack_options: of OverlappedStack, such as sub_batches.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
-    `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
-
-    Column-, row- and vocabulary-parallel modules are found from the model's graph. Layers are cut at their
-    all-reduces and run as an OverlappedStack behind the model's own loop over them; what cannot be cut stays
-    replicated. `model.oases_partition` reports all of it; `model.oases_mesh` is the mesh, one of "tp" alone where
-    none was given. Parameters keep their names; sharded ones hold this rank's shard. Gradients, loss and logits are
-    those of the unsharded model.
+    `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`. Column-, row-
+    and vocabulary-parallel modules are found from the model's graph. Layers are cut at their all-reduces and run as
+    an OverlappedStack behind the model's own loop over them; what cannot be cut stays replicated.
+    `model.oases_partition` reports all of it; `model.oases_mesh` is the mesh, one of "tp" alone where none was given.
+    Parameters keep their names; sharded ones hold this rank's shard. Gradients, loss, logits are as of one process.
 
     Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
     tensors, for quantised weights, and for a plan of another model; OverlapError with require_overlap=True for layers

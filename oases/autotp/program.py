@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 
 from oases.autotp.cutting import BlockPieces, Piece, with_prologue
 from oases.autotp.export import Exported, UnsplittableError
-from oases.autotp.fusion import fuse
-from oases.autotp.lowering import GroupRank, lower
+from oases.autotp.lowering import GroupRank, fuse, lower
 from oases.autotp.splitter import Splitter
 from oases.autotp.tokens import (
     ExpertPieces,
@@ -37,8 +36,7 @@ class Program:
     """Graphs of one rank for one call signature and a range of shapes.
 
     activation: leaf of a call that is the layer's activation, -1 for none. blocks: graphs of the stack's blocks; none
-    where it cannot be cut, for `reason`. other_results: see `cutting.other_results`. module: the whole layer with its
-    all-reduces, made on first use.
+    where it cannot be cut, for `reason`. other_results: see `cutting.other_results`.
     """
 
     walk: Splitter
@@ -47,7 +45,6 @@ class Program:
     blocks: list[BlockPieces]
     other_results: list[Any] = field(default_factory=list)
     reason: str = ""
-    _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
     _readings: dict[tuple[int, str], Any] = field(default_factory=dict, repr=False)
     _accepted: dict[Any, bool] = field(default_factory=dict, repr=False)
@@ -189,28 +186,24 @@ class Program:
         name = self.exported.inputs[leaf] or ""
         return next((each.dims[name] for each in self.sub_batches_of_tokens if name in each.dims), None)
 
-    @property
+    @cached_property
     def why_not_in_a_stack(self) -> str:
-        """Reason why the blocks cannot run in sub-batches, or ""."""
+        """Reason why the blocks cannot run in sub-batches, such as an op that relates samples, or ""."""
         if not self.blocks:
             return self.reason
         x = self._shapes[self.activation]
-        return "its graph is valid for one batch size alone" if x and isinstance(x[0], int) else self._relation
-
-    @cached_property
-    def _relation(self) -> str:
-        """Op that relates the samples of the activation, or ""."""
+        if x and isinstance(x[0], int):
+            return "its graph is valid for one batch size alone"
         name = self.exported.inputs[self.activation]
         return relation_of_samples(self.exported.graph, str(name), self.exported.outputs[0])
 
+    @cached_property
     def module(self) -> tuple[Any, tuple[str, ...]]:
         """The whole layer as a function with its all-reduces, and the placeholders it reads."""
-        if self._module is None:
-            graph = lower(self.walk.graph, self.tp)
-            fuse(graph)
-            names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-            self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
-        return self._module
+        graph = lower(self.walk.graph, self.tp)
+        fuse(graph)
+        names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+        return fx.GraphModule(nn.Module(), graph).forward, names
 
 
 def mangled(name: str) -> str:

@@ -60,7 +60,7 @@ class StandaloneForward:
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self.guard.modes())
         program = self.signature.program(call_signature, found, tree, -1, device, self.module)
-        run, names = program.module()
+        run, names = program.module
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
         result = run(*(value_of(name, program, self.module, inputs, device) for name in names))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from oases.autotp.balanced import require_balanced
 from oases.autotp.cache import NO_CACHE, is_layer_cache
-from oases.autotp.checking import Setup
+from oases.autotp.checking import ParallelSpec, Setup
 from oases.autotp.cutting import cut, other_results
 from oases.autotp.experts import ExpertMlp, collections, replicate_experts, substitute_experts
 from oases.autotp.export import (
@@ -38,7 +38,6 @@ from oases.autotp.lowering import GroupRank, block_dropout, block_linear
 from oases.autotp.program import Program, shapes_of
 from oases.autotp.rules import is_linear, weight_of
 from oases.autotp.shapes import Segments, Split
-from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
 from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks, look_of, set_modes, states_of
@@ -444,4 +443,4 @@ def _tell_of_whole_layers(model: nn.Module, found: Found, tp: GroupRank, require
     if required:
         raise OverlapError(f"require_overlap: {text}")
     if tp.rank == 0:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)

@@ -84,7 +84,9 @@ class Tokens:
 
     def of_sums(self, sums: list[fx.Node]) -> Split:
         """Where a block's sums have the tokens: as the activation, or in dimension 0, with the batch."""
-        flat = [self._is_flat(node) for node in sums]
+        both = self.batch * self.length  # batch and sequence in one
+        flat = [bool(not isinstance(lengths_in(node)[0], int) and (lengths_in(node)[0] - both).expand() == 0)
+                for node in sums]  # fmt: skip
         for node, its in zip(sums, flat, strict=True):
             if its != flat[0] or not (its or lengths_in(node)[:2] == lengths_in(self.x)[:2]):
                 raise UnsplittableError(f"its sum {node} is not of [batch, sequence, ...]")
@@ -101,11 +103,6 @@ class Tokens:
             if len(dims) == 1:
                 found[node] = Split(dims[0], self.of_activation.segments)
         return found
-
-    def _is_flat(self, node: fx.Node) -> bool:
-        """Whether dimension 0 of a node is batch and sequence in one."""
-        first = lengths_in(node)[0]
-        return bool(not isinstance(first, int) and (first - self.batch * self.length).expand() == 0)
 
     def followed(
         self, needed: set[fx.Node], given: Mapping[fx.Node, Split], causal: bool = False
