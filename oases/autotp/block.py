@@ -153,9 +153,7 @@ class GraphBlock(HoldsGroup, nn.Module):
     def prologue(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Activation -> activation behind what every rank computes in full, such as an attention that stays whole."""
         known = call.known(x, rest)
-        blocks = known[0].blocks
-        assert blocks is not None
-        if blocks[self.number].prologue is None:  # nothing is, with the arguments of this call
+        if known[0].blocks[self.number].prologue is None:  # nothing is, with the arguments of this call
             return x
         found: Tensor = call.read(known, self, "prologue", (x,), rest)
         return found

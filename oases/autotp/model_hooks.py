@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
-from oases.autotp.preconditions import checkpoints
+from oases.autotp.tools.recomputation import checkpoints
 from oases.core.blocks.randomness import default_generators
 from oases.core.execution.failure import begin_call, is_sampled
 from oases.core.execution.group import (

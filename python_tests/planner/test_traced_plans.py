@@ -10,7 +10,7 @@ import torch
 from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
 from benchmarks.sweep import Problem
-from oases.autotp.preconditions import require_runnable
+from oases.autotp.pipeline.building import require_runnable
 from oases.core.schedule import generate
 from oases.errors import UsageError
 from oases.graph.trace import trace_layers

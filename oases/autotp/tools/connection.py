@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.after_import import after_import
+from oases.autotp.checking import require_alike
 from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
-from oases.autotp.preconditions import require_alike
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
 from oases.autotp.tools.adapters import guard_adapters
