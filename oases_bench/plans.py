@@ -30,7 +30,7 @@ from oases.errors import UsageError
 from oases.graph.trace import trace_configuration, trace_layers
 from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.planner import Predictor, Space, rank_plans
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.plans.plan import BUCKET_BYTES, Plan, Prediction
 from oases.profile.compute import BlockBench
 from oases.profile.config import ProfileConfig
@@ -155,9 +155,8 @@ class Cell:
         return int(self.plan.samples(self.degree))
 
     @property
-    def model(self) -> LayeredModel:
+    def model(self) -> Model:
         """The small model."""
-        assert isinstance(self.plan.model, LayeredModel)
         return self.plan.model
 
     def built(self, seed: int) -> torch.nn.Module:

@@ -21,7 +21,6 @@ from oases.core.schedule import Schedule, is_text
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
 from oases.plans.check import check
-from oases.plans.layered import LayeredModel
 from oases.plans.plan import Experts, Plan, Segment
 
 _SAMPLED = 4096
@@ -206,7 +205,7 @@ def require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) ->
     if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != planned.hidden:
         width = x.shape[-1]
         raise UsageError(f"plan: it is for layers of width {planned.hidden}, the model's have {width}; {remedy}")
-    if not isinstance(planned, LayeredModel) or getattr(model, "peft_config", None) is not None:
+    if planned.sizes is not None or getattr(model, "peft_config", None) is not None:
         return
     for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
         kinds = planned.layer_kinds[planned.layer_order[layer]]

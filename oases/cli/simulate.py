@@ -154,7 +154,7 @@ def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: in
             {"exposed_seconds": exposed, "bubble_seconds": bubble, "memory_bytes": memory}
             for exposed, bubble, memory in stages
         ],
-        "plan": dataclasses.asdict(plan),
+        "plan": plan.data(),
     }
 
 

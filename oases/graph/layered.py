@@ -1,4 +1,4 @@
-"""LayeredModel of a graph: its layers by kind, with their own costs, and what it computes outside of them."""
+"""Model of a graph: its layers by kind, with their own costs, and what it computes outside of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import prod
 from oases.errors import UsageError
 from oases.graph.layer_costs import Reading, blocks_of, flops_of, is_token_wise
 from oases.graph.layer_graph import LayerGraph, Node, layer_of
-from oases.plans.layered import Block, LayeredModel, LayerKind, LayerList, Outside, Share
+from oases.plans.layered import Block, LayerKind, LayerList, Model, Outside, Share
 from oases.plans.shape import ELEMENT_BYTES
 
 
-def layered_model(graph: LayerGraph, alike: Mapping[str, str] | None = None) -> LayeredModel:
+def layered_model(graph: LayerGraph, alike: Mapping[str, str] | None = None) -> Model:
     """Costs of a graph's layers. alike: layers that were not traced, each with a traced one of equal costs.
 
     Exact: parameters, FLOPs of matmuls and attention, bytes of activations between layers. By rule: which activations
@@ -54,7 +54,7 @@ def layered_model(graph: LayerGraph, alike: Mapping[str, str] | None = None) -> 
     firsts = [graph.place[nodes[path][0].name] for path in paths]
     dtype = next((p.dtype for p in graph.parameters if p.dtype in ELEMENT_BYTES), "float32")
     vocabulary = _vocabulary(graph)
-    return LayeredModel(
+    return Model(
         name=graph.name, dtype=dtype, sequence=max(1, prod(shape) // shape[-1]), hidden=shape[-1], unit=prod(shape),
         vocabulary=vocabulary, num_parameters=graph.num_parameters,
         lists=tuple(
@@ -185,4 +185,4 @@ class _Sum:
 
 
 def _unfit(graph: LayerGraph, why: str) -> UsageError:
-    return UsageError(f"{graph.name} cannot be planned: {why}; give its sizes as a ModelShape")
+    return UsageError(f"{graph.name} cannot be planned: {why}; give the sizes of a GPT like it")

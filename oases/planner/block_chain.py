@@ -13,9 +13,8 @@ from oases.core.schedule import WHOLE
 from oases.errors import UsageError
 from oases.planner.space import Space
 from oases.plans.expert_schedules import exchanging
-from oases.plans.layered import Model
+from oases.plans.layered import Kind, Model
 from oases.plans.plan import Segment
-from oases.plans.shape import AnyKind
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import program_of
@@ -200,7 +199,7 @@ class StackTimings:
         return StackTiming(way, tuple(by_kind), mean, fixed[order[0]])
 
     def _stack_seconds(
-        self, key: tuple[int, float, bool, str], way: Way, layer: Sequence[AnyKind], layers: int
+        self, key: tuple[int, float, bool, str], way: Way, layer: Sequence[Kind], layers: int
     ) -> float:
         tp, samples, recompute, wire = key
         numbers = tuple(number for number in range(layers) for _ in layer)

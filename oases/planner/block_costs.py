@@ -14,7 +14,8 @@ from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import divided, head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
-from oases.plans.shape import GRADIENT_BYTES, AnyKind
+from oases.plans.layered import Kind
+from oases.plans.shape import GRADIENT_BYTES
 
 State: TypeAlias = tuple[int, bool]
 """(degree, whether the block is recomputed)."""
@@ -33,12 +34,12 @@ class BlockCosts:
         self._timings = timings
         self.capacity = capacity
         self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
-        self._nodes: dict[tuple[AnyKind, State, float], float] = {}
+        self._nodes: dict[tuple[Kind, State, float], float] = {}
         self._timing: dict[State, StackTiming] = {}
-        self._weights: dict[tuple[AnyKind, State, int], float] = {}
+        self._weights: dict[tuple[Kind, State, int], float] = {}
         self._known_edges: dict[tuple[State, ...], tuple[Row, ...]] = {}
         self._runs: dict[tuple[Any, ...], float] = {}
-        self._kinds: tuple[AnyKind, ...] = tuple(kind for kinds in self.model.layer_kinds for kind in kinds)
+        self._kinds: tuple[Kind, ...] = tuple(kind for kinds in self.model.layer_kinds for kind in kinds)
         self._layer_of_kind = {kind: at for at, kinds in enumerate(self.model.layer_kinds) for kind in kinds}
 
     @cached_property
@@ -69,19 +70,19 @@ class BlockCosts:
             self._known_edges[states] = tuple(rows)
         return self._known_edges[states]
 
-    def _node_seconds(self, kind: AnyKind, state: State, gradients: float) -> float:
+    def _node_seconds(self, kind: Kind, state: State, gradients: float) -> float:
         key = (kind, state, gradients)
         if key not in self._nodes:
             self._nodes[key] = self._node_seconds_of(*key)
         return self._nodes[key]
 
-    def _seconds(self, kind: AnyKind, state: State) -> float:
+    def _seconds(self, kind: Kind, state: State) -> float:
         """Seconds of a block per micro-batch: its share of its layer's."""
         layer = self._layer_of_kind[kind]
         shares = {each: self._weight_in_layer(each, state[0]) for each in self.model.layer_kinds[layer]}
         return shares[kind] / sum(shares.values()) * self.timing_of(state).by_kind[layer]
 
-    def _node_seconds_of(self, kind: AnyKind, state: State, gradients: float) -> float:
+    def _node_seconds_of(self, kind: Kind, state: State, gradients: float) -> float:
         tp, _ = state
         summed, collective_seconds = 0.0, self.hardware.collective_seconds
         for count, degree in divided(self.model, kind, tp):
@@ -96,7 +97,7 @@ class BlockCosts:
             summed += self.setting.micro_batches * reduced
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
 
-    def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:
+    def _weight_in_layer(self, kind: Kind, tp: int) -> float:
         samples = self.setting.samples(tp)
         times = self.hardware.block_times(self.model, kind, tp, samples)
         sent = self.hardware.collective_seconds("all_reduce", tp, self.model.unit_bytes(samples))
@@ -112,14 +113,14 @@ class BlockCosts:
         ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
-    def _weight(self, kind: AnyKind, state: State, stage: int) -> float:
+    def _weight(self, kind: Kind, state: State, stage: int) -> float:
         """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
         key = kind, state, stage
         if key not in self._weights:
             self._weights[key] = self._weight_of(*key)
         return self._weights[key]
 
-    def _weight_of(self, kind: AnyKind, state: State, stage: int) -> float:
+    def _weight_of(self, kind: Kind, state: State, stage: int) -> float:
         tp, recomputed = state
         samples = self.setting.samples(tp)
         along = self.timing_of(state).way.sequence_parallel

@@ -25,14 +25,15 @@ from oases.core.schedule.schedule import stage_of
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
+from oases.plans.gpt import gpt_of
 from oases.plans.layered import Model
 from oases.plans.pipelines import chunks_of, name_of, placement_of
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import Experts, GPTSizes
 
 __all__ = [
-    "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "ModelShape", "Part", "Plan", "Prediction", "Segment", "Stage",
-    "generated", "read_plan",
+    "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "Part", "Plan", "Prediction", "Segment", "Stage", "generated",
+    "read_plan",
 ]  # fmt: skip
 
 VERSION = 1
@@ -334,9 +335,13 @@ class Plan:
             ]
         )
 
+    def data(self) -> dict[str, Any]:
+        """The plan as plain data; of a GPT its sizes."""
+        return records.plain(self) | {"model": records.plain(self.model.sizes or self.model)}
+
     def to_json(self) -> str:
         """Serialise the plan as JSON for `from_json`."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **records.plain(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **self.data()}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -345,7 +350,11 @@ class Plan:
 
     @staticmethod
     def _of(data: Any) -> Plan:
-        plan: Plan = records.read(Plan, records.body(data, FORMAT, VERSION, "plan", _REMEDY), "plan", _REMEDY)
+        body = records.body(data, FORMAT, VERSION, "plan", _REMEDY)
+        if "model" in body:
+            model = records.one_of((GPTSizes, Model), body["model"], "plan: model", _REMEDY)
+            body["model"] = gpt_of(model) if isinstance(model, GPTSizes) else model
+        plan: Plan = records.read(Plan, body, "plan", _REMEDY)
         if plan.prediction is not None and len(plan.prediction.memory_bytes) != len(plan.stages):
             raise UsageError(
                 f"plan: prediction: memory_bytes must be a whole number for each of {len(plan.stages)} stages, got "

@@ -22,7 +22,7 @@ from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Schedule, generate
 from oases.distributed.clock import Clock
 from oases.errors import UsageError
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.profile.compute import LEAST, apart, op_of, time_of
 from oases.profile.links import median_of_slowest, slowest, slowest_of
 from oases.simulator.cost import BlockTimes
@@ -50,7 +50,7 @@ class LayerBench:
     """
 
     def __init__(
-        self, model: nn.Module, layered: LayeredModel, inputs: Mapping[str, Any], group: ProcessGroup, iterations: int
+        self, model: nn.Module, layered: Model, inputs: Mapping[str, Any], group: ProcessGroup, iterations: int
     ) -> None:
         self.layered, self.tp, self.iterations, self._group = layered, group.size(), iterations, group
         self._model = parallelize(model.train(), mesh=group, schedule="oases")
@@ -275,5 +275,5 @@ def median_seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> fl
     return median(times[1:])
 
 
-def _blocks(model: LayeredModel, layer: int) -> range:
+def _blocks(model: Model, layer: int) -> range:
     return range(model.first_block(layer), model.first_block(layer + 1))

@@ -11,7 +11,7 @@ from oases.errors import UsageError
 from oases.graph.layered import layered_model
 from oases.graph.trace import trace, trace_layers
 from oases.planner import model_of
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.plans.plan import Plan
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -202,7 +202,7 @@ def test_graphs_models_and_configurations_are_planned_alike(tmp_path):
 @pytest.mark.long
 def test_in_another_dtype_bytes_halve():
     half = model_of(built("llama"), sequence=16, dtype="bfloat16")
-    assert isinstance(half, LayeredModel)
+    assert isinstance(half, Model)
     assert half.kept_bytes((0, 1), 1, 1) == model("llama").kept_bytes((0, 1), 1, 1) // 2
 
 

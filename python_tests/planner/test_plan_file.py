@@ -5,10 +5,10 @@ import json
 import pytest
 
 from oases.errors import UsageError
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Prediction, Segment, Stage, read_plan
-from oases.plans.shape import ModelShape
 
-MODEL = ModelShape(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
+MODEL = gpt(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
 STAGES = (
     Stage((Segment(3, 2, "oases", 2, 1), Segment(1, 4, "sync", 1))),
     Stage((Segment(4, 1, "fine_grained", 1),)),

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from oases.errors import UsageError
-from oases.plans.shape import model_called
+from oases.plans.gpt import kind_called, model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
@@ -189,7 +189,7 @@ def test_every_shipped_profile_can_be_read(name):
     assert world == 16
     assert "data sheets, not measured" in hardware.about
     model = model_called("gpt-1.3b")
-    times = hardware.block_times(model, "mlp", 2, 1)
+    times = hardware.block_times(model, kind_called("mlp"), 2, 1)
     assert 1e-4 < times.forward < 1
     assert hardware.cluster.bytes_per_second <= hardware.node.bytes_per_second
 

@@ -21,7 +21,7 @@ from oases.graph.layered import layered_model
 from oases.graph.trace.as_run import layers_as_run
 from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs
 from oases.graph.trace.repeated import Progress, layers_once
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a model's forward; only shape and dtype of tensors matter."""
@@ -58,7 +58,7 @@ def trace(
 
 def trace_layers(
     model: nn.Module, *, inputs: Inputs | None = None, sequence: int | None = None, on_layer: Progress | None = None
-) -> LayeredModel:
+) -> Model:
     """Costs of a model's layers for the planner, of one sample; layers of one kind are traced once.
 
     inputs, sequence: as in `trace`, with a batch of one. on_layer(done, total): progress callback. Raises UsageError
@@ -71,7 +71,7 @@ def trace_layers(
 
 def trace_configuration(
     given: Any, *, sequence: int | None = None, dtype: str = "float32", on_layer: Progress | None = None
-) -> LayeredModel:
+) -> Model:
     """Costs of the layers of a model given by its configuration; no weights are read or made.
 
     given: path of a config.json of transformers or of a folder with one, or a transformers configuration. Raises
