@@ -37,6 +37,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,8 @@ from oases.cli.plan_options import (
 from oases.errors import UsageError
 from oases.files import read_json
 from oases.limits import short
-from oases.planner.block_chain import Chain
+from oases.planner.chain import Chain, Solution, solve
 from oases.planner.memory import head_bytes, usable_bytes
-from oases.planner.milp import Solution, solve
 from oases.planner.predict import Predictor
 from oases.plans.gpt import gpt, kind_called
 from oases.plans.layered import Model
@@ -222,12 +222,13 @@ def published_plan(
         times = PublishedTimes.from_rows([r for r in rows if r["tp"] in possible], model.hidden, world, global_batch)
     else:
         times = _times(model, hardware, world, global_batch, possible)
+    started = perf_counter()
     found = best_degrees(times, model, hardware.device.memory_bytes if budget is None else budget / USABLE)
     runs = [(int(str(tp)), len(list(run))) for tp, run in groupby(found.states)]
     segments = tuple(Segment(count, tp, "oases", 2, (count + 1) // 2) for tp, count in runs)
     plan = Plan(model, world, hardware.ranks_per_node, global_batch, 1, (Stage(segments),))
     uniform = {tp: objective(times, [tp] * model.num_blocks) for tp in times.degrees}
-    return PublishedChoice(plan, found.cost, uniform, found.seconds)
+    return PublishedChoice(plan, found.cost, uniform, perf_counter() - started)
 
 
 def _times(model: Model, hardware: Hardware, world: int, global_batch: int, degrees: Sequence[int]) -> PublishedTimes:

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from oases.planner.balance import StageLoad, least_load
-from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import divided, head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
+from oases.planner.timings import StackTiming, StackTimings, Way
 from oases.plans.layered import Kind
 from oases.plans.shape import GRADIENT_BYTES
 

@@ -1,4 +1,4 @@
-"""Search for the best plan: for every setting the chain of blocks is solved as a mixed-integer linear program.
+"""Search for the best plan: for every setting the chain of blocks is solved for its cheapest states that fit.
 
 The cost of a block in a state (degree, recomputed or not) comes from simulated stacks: time per additional layer
 and constant time per stack. A change of degree costs the resharding and the overlap lost at the border. The
@@ -14,11 +14,11 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 
 from oases.planner.balance import balanced, balanced_runs, least_load, part_blocks
-from oases.planner.block_chain import Chain, StackTimings
 from oases.planner.block_costs import BlockCosts, Row, State
-from oases.planner.milp import InfeasibleError, Solution, relaxed_cost, solve
+from oases.planner.chain import Chain, InfeasibleError, Solution, relaxed_cost, solve
 from oases.planner.predict import Predictor
 from oases.planner.space import Setting
+from oases.planner.timings import StackTimings
 from oases.plans.plan import Plan, Segment, Stage
 
 

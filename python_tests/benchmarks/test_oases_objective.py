@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, from_published, main, objective
 from oases.errors import UsageError
-from oases.planner.milp import InfeasibleError
+from oases.planner.chain import InfeasibleError
 from oases.plans.gpt import gpt
 from oases.plans.plan import read_plan
 from oases.plans.shape import KINDS
@@ -96,7 +96,6 @@ def test_eight_rtx_3090_mix_two_degrees():
     assert runs(free.states) == [(4, 34), (2, 14)]
     assert free.cost < known.cost
     for solution in (known, free):
-        assert solution.gap <= 1e-6
         assert solution.cost == pytest.approx(objective(times, solution.states))
 
 

@@ -9,10 +9,10 @@ import pytest
 from oases.core.schedule import PIPELINES
 from oases.planner import NoPlanError, Predictor, Space, rank_plans
 from oases.planner.balance import StageLoad, balanced, part_blocks
-from oases.planner.block_chain import StackTimings
 from oases.planner.choose import neighbours
 from oases.planner.search import SettingSearch
 from oases.planner.space import BEST_PIPELINES, Setting, settings
+from oases.planner.timings import StackTimings
 from oases.plans.balance import balanced_starts
 from oases.plans.gpt import gpt
 from oases.simulator.cluster import cluster_called

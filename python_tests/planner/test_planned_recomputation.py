@@ -6,10 +6,10 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
-from oases.planner.block_chain import StackTimings
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
+from oases.planner.timings import StackTimings
 from oases.plans.gpt import gpt, resized
 from oases.plans.pipelines import chunks_of, in_flight
 from oases.plans.plan import PLANNED
