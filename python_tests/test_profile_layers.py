@@ -30,7 +30,7 @@ def measured(config):
     """Blocks and overheads of a model on this rank."""
     bench = layer_bench(config, contiguous(2))
     ends, overheads = bench.passes(2, 2)
-    return bench.blocks(1, 2), ends, overheads
+    return bench.blocks(1), ends, overheads
 
 
 @pytest.fixture(scope="module")
