@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.costs import trace_layers
 from oases.core.schedule import generate_pipeline
 from oases.core.schedule.tensor import WHOLE
-from oases.graph.trace import trace_layers
 from oases.planner.predict import Predictor
 from oases.plans.layered import Model
 from oases.plans.pipelines import chunks_of

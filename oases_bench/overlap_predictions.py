@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from oases.autotp.configuration import configured_model, read_configuration, with_layers
+from oases.autotp.costs import trace_layers
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
 from oases.plans.expert_schedules import exchanging
 from oases.plans.gpt import gpt
 from oases.plans.layered import Model

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.autotp import parallelize
+from oases.autotp.configuration import configured_model, read_configuration
+from oases.autotp.costs import trace_configuration, trace_layers
 from oases.core.execution.group import ProcessGroup, group_of
 from oases.distributed.clock import Clock
 from oases.distributed.mesh import Mesh
 from oases.distributed.optimizer import make_optimizer
 from oases.errors import UsageError
-from oases.graph.trace import trace_configuration, trace_layers
-from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.planner import Predictor, Space, rank_plans
 from oases.plans.layered import Model
 from oases.plans.plan import BUCKET_BYTES, Plan, Prediction

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.autotp.configuration import configuration
 from oases.errors import UsageError
 from oases.extension import DeferredGradients
-from oases.graph.trace.configuration import configuration
 from oases.layers.weight_gradient import active_deferral
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage

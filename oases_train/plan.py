@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oases.autotp.configuration import configured_model, read_configuration
+from oases.autotp.costs import trace_configuration
 from oases.core.dtypes import AUTO_LOSSY, WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, recomputed_layers
 from oases.errors import UsageError
-from oases.graph.trace import trace_configuration
-from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.models.options import Degrees, require_bytes, sizes_of
 from oases.moe.placement import owner_ranks
 from oases.plans.balance import balanced_starts

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from oases.autotp.configuration import configured_model, with_layers
+from oases.autotp.costs import trace_layers
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model, with_layers
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.profile.config import ProfileConfig
 from oases.profile.links import contiguous

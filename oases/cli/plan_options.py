@@ -129,7 +129,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 def _traced(options: argparse.Namespace) -> Model:
     """Model of a configuration, with progress by kind of layer."""
-    from oases.graph.trace import trace_configuration
+    from oases.autotp.costs import trace_configuration
     from oases.terminal import working
 
     if options.vocabulary is not None:

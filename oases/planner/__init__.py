@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.graph.layer_graph import LayerGraph
-from oases.graph.layered import layered_model
 from oases.planner.choose import NoPlanError, rank_plans
 from oases.planner.predict import Predictor
 from oases.planner.space import Space
@@ -38,8 +36,8 @@ def plan(
     """Search for the fastest plan that fits the memory and return it with its prediction.
 
     model: a Model, a name ("gpt-1.3b"), a path (a config.json of transformers, or a folder with one), a
-    transformers configuration or model, a LayerGraph, or an object with hidden, layers, heads and sequence such as a
-    GPTConfig. Models are traced on `meta`, and their own layers are planned (`trace_layers`).
+    transformers configuration or model, or an object with hidden, layers, heads and sequence such as a GPTConfig.
+    Models are traced on `meta`, and their own layers are planned (`trace_layers`).
     global_batch: samples per optimizer step. sequence: tokens per sample, instead of the model's. budget: bytes of
     memory per rank. Raises UsageError, and NoPlanError, which names changes that would fit.
     """
@@ -59,8 +57,6 @@ def model_of(
 
     sequence: tokens per sample; dtype: None for the model's own. on_layer(done, total): progress of tracing.
     """
-    if isinstance(model, LayerGraph):
-        model = layered_model(model)
     given = {name: value for name, value in (("sequence", sequence), ("dtype", dtype)) if value is not None}
     if isinstance(model, Model) and model.sizes is not None:
         return resized(model, **given)
@@ -72,11 +68,11 @@ def model_of(
         return model if dtype in (None, model.dtype) else model.in_dtype(str(dtype))
     named = isinstance(model, str) and model not in MODELS and ("/" in model or Path(model).exists())
     if named or isinstance(model, Path) or hasattr(model, "model_type"):
-        from oases.graph.trace import trace_configuration
+        from oases.autotp.costs import trace_configuration
 
         return trace_configuration(model, sequence=sequence, dtype=dtype or "float32", on_layer=on_layer)
     if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
-        from oases.graph.trace import trace_layers
+        from oases.autotp.costs import trace_layers
 
         found = trace_layers(model, sequence=sequence, on_layer=on_layer)
         return found if dtype in (None, found.dtype) else found.in_dtype(str(dtype))

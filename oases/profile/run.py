@@ -16,17 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.core.execution.group import ProcessGroup, all_gather_objects
-from oases.distributed.clock import Clock
-from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import (
+from oases.autotp.configuration import (
     configuration,
     configured_model,
     read_configuration,
     sample_inputs,
     with_layers,
 )
+from oases.autotp.costs import trace_layers
+from oases.core.execution.group import ProcessGroup, all_gather_objects
+from oases.distributed.clock import Clock
+from oases.errors import UsageError
 from oases.kernels.quantized import dequantize, quantize
 from oases.launch.ranks import require_agreement
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench, StackBench

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.graph.trace import trace_layers
+from oases.autotp.costs import trace_layers
 from oases.planner import Space, rank_plans
 from oases.plans.gpt import gpt
 from oases.plans.plan import Plan

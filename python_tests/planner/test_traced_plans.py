@@ -10,10 +10,10 @@ import torch
 from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
 from benchmarks.sweep import Problem
+from oases.autotp.costs import trace_layers
 from oases.autotp.preconditions import require_runnable
 from oases.core.schedule import generate
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
 from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.space import Setting
