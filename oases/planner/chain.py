@@ -93,11 +93,12 @@ class Chain:
 class InfeasibleError(UsageError):
     """Error for a chain without a choice of states within the capacity.
 
-    smallest_weight: bytes of the lightest choice; infinite if forbidden edges leave none.
+    smallest_weight: bytes of the lightest choice; infinite if forbidden edges leave none. stage: whose blocks they
+    are, in a pipeline.
     """
 
-    def __init__(self, smallest_weight: float, capacity: float) -> None:
-        self.smallest_weight = smallest_weight
+    def __init__(self, smallest_weight: float, capacity: float, stage: int = 0) -> None:
+        self.smallest_weight, self.stage = smallest_weight, stage
         if smallest_weight == np.inf:
             super().__init__("the chain has no path: forbidden edges exclude every choice of states")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from oases.core.schedule import WHOLE
@@ -49,14 +50,12 @@ class StackTimings:
         self.model = model
         self.hardware = hardware
         self.space = space
-        self._fastest: dict[tuple[int, float, bool, str], StackTiming] = {}
+        self.fastest = cache(self._fastest)
 
-    def fastest(self, tp: int, samples: float, *, recompute: bool, wire: str = "none") -> StackTiming:
+    def _fastest(self, tp: int, samples: float, recompute: bool, wire: str = "none") -> StackTiming:
         """For a stack of degree `tp` on `samples` samples, with recomputation or without."""
-        key = (tp, samples, recompute, wire)
-        if key not in self._fastest:
-            self._fastest[key] = min((self._simulated(key, way) for way in self.ways(tp, samples)), key=self._cost)
-        return self._fastest[key]
+        made = (self._simulated((tp, samples, recompute, wire), way) for way in self.ways(tp, samples))
+        return min(made, key=self._cost)
 
     def _cost(self, timing: StackTiming) -> float:
         seconds = timing.layer_seconds + timing.fixed_seconds / self.model.layers
