@@ -163,8 +163,11 @@ class Model:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        if self.sizes is not None and (self.sizes.dtype, self.sizes.layers) != (self.dtype, self.layers):
-            raise UsageError("model: it differs from its sizes; change these by oases.plans.gpt.resized")
+        for name in ("name", "dtype", "hidden", "layers", "sequence", "vocabulary") if self.sizes is not None else ():
+            if (ours := getattr(self, name)) != (theirs := getattr(self.sizes, name)):
+                raise UsageError(
+                    f"model: {name} is {ours!r} and {theirs!r} in its sizes; change it by oases.plans.gpt.resized"
+                )
 
     def __hash__(self) -> int:
         return self._hash

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +58,12 @@ class Part:
     first_block: int
     segments: tuple[Segment, ...]
     first_segment: int = 0
+
+    @cached_property
+    def placed(self) -> tuple[tuple[int, Segment], ...]:
+        """Segments, each with its first block."""
+        firsts = accumulate((segment.num_blocks for segment in self.segments), initial=self.first_block)
+        return tuple(zip(firsts, self.segments, strict=False))
 
     @property
     def first_degree(self) -> int:
@@ -252,10 +258,7 @@ class Plan:
     def placed(self, stage: int) -> Iterator[tuple[int, Segment]]:
         """Segments of a stage, each with its first block."""
         for part in self.parts_of(stage):
-            block = part.first_block
-            for segment in part.segments:
-                yield block, segment
-                block += segment.num_blocks
+            yield from part.placed
 
     def layers_of(self, part: Part) -> range:
         """Layers of a model part, in call order over all lists of the model's layers."""
@@ -264,10 +267,8 @@ class Plan:
 
     def layer_counts(self, part: Part) -> Iterator[tuple[int, Segment]]:
         """Segments of a part, each with its number of layers."""
-        block = part.first_block
-        for segment in part.segments:
-            yield self.model.num_layers(block, segment.num_blocks), segment
-            block += segment.num_blocks
+        for first, segment in part.placed:
+            yield self.model.num_layers(first, segment.num_blocks), segment
 
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
