@@ -56,6 +56,12 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
             "tunings": "oases.core.blocks.chooser",
         },
     ),
+    "oases.graph": (
+        "oases.autotp.model_graph",
+        dict.fromkeys(("layer_costs", "layered"), "oases.autotp.costs")
+        | dict.fromkeys(("layer_graph", "trace", "trace.repeated"), "oases.autotp.model_graph")
+        | {f"trace.{name}": f"oases.autotp.{name}" for name in ("as_run", "configuration")},
+    ),
     "oases.sparse": ("oases_sparse", _kept("oases_sparse", _SPARSE)),
     "oases.train": (
         "oases_train",

@@ -23,7 +23,6 @@ from oases.models.options import Degrees, option, require_device, require_known
 from oases.plans.expert_schedules import EXPERT_SCHEDULES
 from oases.plans.plan import Plan, read_plan
 from oases.plans.schedule_files import read_schedule
-from oases.plans.shape import ModelShape
 from oases_train.adapters import lora_config, require_adapters
 from oases_train.config_file import config_text, read_values
 from oases_train.data import Corpus
@@ -348,7 +347,8 @@ def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
     """Raise UsageError, naming the field, unless plan and configuration agree."""
-    if config.model is None and not (isinstance(plan.model, ModelShape) and plan.model.is_gpt and plan.model.tied):
+    sizes = plan.model.sizes
+    if config.model is None and not (sizes is not None and sizes.is_gpt and sizes.tied):
         raise UsageError(
             f"plan: its model {plan.model.name!r} is not the built-in GPT; give the model's configuration as --model"
         )
@@ -369,7 +369,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
 
 def _sizes(plan: Plan) -> dict[str, Any]:
     """Options set by a plan."""
-    names = ["hidden", "layers", "sequence"] + ["heads"] * isinstance(plan.model, ModelShape)
+    names = ["hidden", "layers", "sequence"] + ["heads"] * (plan.model.sizes is not None)
     found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
     names = ["experts", "top_k", "expert_hidden", "balance_weight", "placement"]
     return found if plan.experts is None else found | {name: getattr(plan.experts, name) for name in names}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from resident_memory import limited_memory
 
+from oases.autotp.configuration import read_configuration
 from oases.cli import plan_options
 from oases.core.schedule import ScheduleError
 from oases.errors import UsageError
 from oases.files import parse_json, read_json, read_lines, read_text, write_text
-from oases.graph.trace.configuration import read_configuration
 from oases.limits import short
 from oases.plans.plan import read_plan
 from oases.plans.schedule_files import read_schedule

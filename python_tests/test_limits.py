@@ -21,7 +21,7 @@ from oases.models.gpt import transformer_blocks
 from oases.models.options import Degrees
 from oases.plans.expert_schedules import generate_experts
 from oases.plans.plan import Plan
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import Experts, GPTSizes
 from oases.profile.config import OverlapConfig, ProfileConfig
 from oases.testbed import Backend
 from oases_bench import command_line as bench_command_line
@@ -133,7 +133,7 @@ def test_configurations_made_in_python_have_the_limits(cls):
 
 def test_plans_and_models_have_the_limits():
     plan = json.loads(plan_from_degrees(TrainConfig(), 2).to_json())
-    for place, cls in (((), Plan), (("model",), ModelShape), (("stages", 0, "segments", 0), None)):
+    for place, cls in (((), Plan), (("model",), GPTSizes), (("stages", 0, "segments", 0), None)):
         names = ["num_blocks", "tp", "sub_batches"] if cls is None else numeric_fields(cls)
         for name in names:
             for value in (10**9, 10**12, 10**400, -(10**400)):

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oases.autotp.as_run import CallCounter, traced_as_run
 from oases.autotp.cache import call_layer, is_layer_cache
 from oases.autotp.rewrites import (
     differentiable_copies,
@@ -31,7 +32,6 @@ from oases.autotp.rewrites import (
 from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, code_of_backward, unrecorded
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
-from oases.graph.trace.as_run import CallCounter, traced_as_run
 
 
 class UnsplittableError(Exception):

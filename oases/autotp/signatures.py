@@ -44,7 +44,6 @@ from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks,
 from oases.autotp.vocabulary import Vocabulary
 from oases.core.blocks.sharding import Cut
 from oases.errors import OverlapError, UsageError
-from oases.plans.layered import LayeredModel
 from oases.plans.plan import Plan
 
 _VARYING = (varying_shapes, varying_lengths, None)
@@ -365,7 +364,7 @@ def _require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) -
     if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != planned.hidden:
         width = x.shape[-1]
         raise UsageError(f"plan: it is for layers of width {planned.hidden}, the model's have {width}; {remedy}")
-    if not isinstance(planned, LayeredModel) or getattr(model, "peft_config", None) is not None:
+    if planned.sizes is not None or getattr(model, "peft_config", None) is not None:
         return
     for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
         kinds = planned.layer_kinds[planned.layer_order[layer]]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.graph.trace import trace_layers
+from oases.autotp.costs import trace_layers
 from oases.planner import Space, rank_plans
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.testing import RankPool
 
@@ -145,7 +145,7 @@ def test_a_loss_may_read_hidden_states_of_other_stages(two_ranks):
 
 def planned(pipeline, *stages, along=False):
     """A plan for four ranks; segments as (layers, schedule, recomputed layers)."""
-    shape = ModelShape(hidden=32, layers=sum(each[0] for stage in stages for each in stage), heads=4, sequence=10,
+    shape = gpt(hidden=32, layers=sum(each[0] for stage in stages for each in stage), heads=4, sequence=10,
                        vocabulary=90)  # fmt: skip
     made = tuple(
         Stage(tuple(Segment(2 * layers, 2, name, 2, again, along) for layers, name, again in stage))

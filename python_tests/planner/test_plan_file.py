@@ -1,19 +1,27 @@
 """Plans as files: what is written is read back; what is wrong is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from oases.errors import UsageError
+from oases.plans.gpt import gpt, resized
 from oases.plans.plan import Plan, Prediction, Segment, Stage, read_plan
-from oases.plans.shape import ModelShape
 
-MODEL = ModelShape(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
+MODEL = gpt(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
 STAGES = (
     Stage((Segment(3, 2, "oases", 2, 1), Segment(1, 4, "sync", 1))),
     Stage((Segment(4, 1, "fine_grained", 1),)),
 )
 PLAN = Plan(MODEL, 8, 4, 16, 2, STAGES, True, "gpipe", Prediction(1.5, 0.5, 0.25, (100, 200)))
+
+
+def test_a_model_agrees_with_its_sizes():
+    assert resized(MODEL, layers=6) == MODEL.with_layers(6) == gpt(64, 6, 4, 32, 256)
+    assert resized(MODEL, dtype="bfloat16") == MODEL.in_dtype("bfloat16")
+    with pytest.raises(UsageError, match="sequence is 64 and 32 in its sizes; change it by"):
+        replace(MODEL, sequence=64)
 
 
 @pytest.mark.parametrize("plan", [PLAN, Plan(MODEL, 1, 1, 1, 1, (Stage((Segment(8, 1, "sync", 1),)),))])

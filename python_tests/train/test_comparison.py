@@ -7,13 +7,13 @@ import kills
 import pytest
 
 from oases.cli import main
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Prediction, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.terminal import console
 from oases_train.meter import StepParts
 from oases_train.metrics import compare, comparison_table
 
-MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
+MODEL = gpt(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 PLAN = Plan(MODEL, 2, 2, 16, 2, (Stage((Segment(2, 1, "oases"),)), Stage((Segment(2, 1, "oases"),))))
 PREDICTION = Prediction(2.0, 0.3, 0.5, (1000, 1000), 0.2)
 RANKS = [StepParts(1.5, 0.5, 0.2, 0.1, 1e6), StepParts(1.6, 0.1, 0.4, 0.05, 2e6)]

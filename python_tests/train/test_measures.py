@@ -15,8 +15,8 @@ from oases import Trainer
 from oases.core.execution.communication import add_wire
 from oases.core.execution.group import scheduler_of
 from oases.distributed.mesh import Mesh
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.reporting import register
 from oases.simulator import simulate
 from oases.simulator.peaks import peak_flops
@@ -25,7 +25,7 @@ from oases_train.config import config_for
 from oases_train.meter import Meter, StepParts
 from oases_train.metrics import Peak, StepReport
 
-MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
+MODEL = gpt(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH, STEPS = 16, 4
 CPU = torch.device("cpu")
 VALUES = {"steps": STEPS, "warmup": 1, "validation_batches": 1, "learning_rate": 1e-2, "clip": 0.5}

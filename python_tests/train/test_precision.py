@@ -10,8 +10,8 @@ import oases
 from oases import TrainConfig, Trainer
 from oases.distributed.fsdp import local
 from oases.distributed.optimizer import state_of, weight_of
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases_train.config import config_for
@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_the_masters(corpus, tmp_path):
 
 # --- a plan that the search found ---
 
-SHAPE = ModelShape(32, 2, 4, 16, vocabulary=256, dtype="bfloat16")
+SHAPE = gpt(32, 2, 4, 16, vocabulary=256, dtype="bfloat16")
 LINK = LinkModel(1e-4, 1e8)
 
 
