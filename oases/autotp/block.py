@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.balanced import BalancedExperts, TokenExchange, state_of
+from oases.autotp.balanced import TokenExchange, state_of
 from oases.autotp.program import Program, mangled
 from oases.core.blocks.sharding import Cut
 from oases.core.execution.group import HoldsGroup, ProcessGroup
@@ -193,8 +193,8 @@ class BlockExchange:
     """A sub-batch of a block that sends tokens to experts; see `oases.moe.exchange_work`."""
 
     bypasses = True
-    dispatch: _Carrier
-    combine: _Carrier
+    dispatch: AllToAll
+    combine: AllToAll
     _known: Known
     _tokens: TokenExchange
 
@@ -212,7 +212,7 @@ class BlockExchange:
             run = tokens.forward
             copies = run.send_copies(own)
             rows = run.route(share, routing)
-        self.dispatch, self.combine = _Carrier(run.dispatch, state, tokens.sent), _Carrier(run.combine, state)
+        self.dispatch, self.combine, self.sent, self.together = run.dispatch, run.combine, tokens.sent, state.together
         return rows, routing.weights, *copies
 
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
@@ -231,27 +231,3 @@ class BlockExchange:
 
     def _read(self, name: str, *given: Tensor) -> Any:
         return self._call.read(self._known, self._block, name, given, self._rest)
-
-
-class _Carrier:
-    """All-to-all of one direction, whose failure is raised on every rank of the experts' group.
-
-    meanwhile: called once what the forward pass sends is under way.
-    """
-
-    def __init__(
-        self, exchange: AllToAll, state: BalancedExperts, meanwhile: Callable[[], None] | None = None
-    ) -> None:
-        self._exchange, self._state, self._meanwhile = exchange, state, meanwhile
-
-    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> None:
-        """Start to send rows, or gradients back."""
-        with self._state.together():
-            self._exchange.start(rows, back=back, label=label)
-            if self._meanwhile is not None and not back:
-                self._meanwhile()
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent to this rank."""
-        with self._state.together():
-            return self._exchange.finish()

@@ -12,8 +12,8 @@ from oases.core.execution.call import ScheduledCall
 from oases.core.execution.executor import Program, Step
 from oases.core.execution.piece import BlockParameters, Leaves, method_of
 from oases.core.schedule import Op
-from oases.moe.dispatch import AllToAll, ExpertCounts
-from oases.moe.exchange_work import ExchangeWork, RandomStates
+from oases.moe.dispatch import ExpertCounts
+from oases.moe.exchange_work import Exchange, ExchangeWork, RandomStates
 from oases.moe.forward import ExpertForward
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Routing
@@ -25,7 +25,7 @@ _READERS = ("D", "F", "RD", "R", "B", "BF")
 _MOVES = ("share", "wait share", "join", "wait join", "split", "wait split", "return", "wait return")
 
 
-class ExpertExchange:
+class ExpertExchange(Exchange):
     """Pieces of a block, see `oases.moe.exchange_work`; and its copies, which ops of the same list send.
 
     tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the
@@ -33,8 +33,6 @@ class ExpertExchange:
     """
 
     bypasses = False
-    dispatch: AllToAll
-    combine: AllToAll
     _run: ExpertForward
     _demand: ExpertCounts | None = None
     _routing: Routing
@@ -174,16 +172,14 @@ class ExpertWork:
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
         """Implementation of each op, by `Step.key`."""
-        tokens, exchanges, kinds = self._tokens, self._exchanges, ("D", "E", "BF", "BE")
+        tokens, exchanges = self._tokens, self._exchanges
         return {
-            "D": self._do_D, "F": self._do_F, "BF": self._do_BF,
+            **tokens.handlers(), "D": self._do_D, "F": self._do_F, "BF": self._do_BF,
             "E": lambda step: tokens.do_E(step.place, *exchanges[step.block].inputs()),
             "P": lambda step: exchanges[step.block].plan(),
             "BE": lambda step: exchanges[step.block].computed(tokens.do_BE(step.place)),
             "B": lambda step: self._g.update({step.block: tokens.input_gradient(step.place)}),
             **dict.fromkeys(_AGAIN, self._do_again),
-            **dict.fromkeys((f"all_to_all {kind}" for kind in kinds), tokens.send),
-            **dict.fromkeys((f"wait {kind}" for kind in kinds), tokens.wait),
             **dict.fromkeys(_MOVES, lambda step: exchanges[step.block].move(step)),
         }  # fmt: skip
 

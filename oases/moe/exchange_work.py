@@ -6,6 +6,7 @@ Names: h = the block's input; rows = tokens that are sent to experts or results 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,19 +17,10 @@ from oases.core.blocks.randomness import default_generators, restore
 from oases.core.execution.executor import Place, Step
 from oases.core.execution.piece import Leaves, Piece
 from oases.extension import generator_mark
+from oases.moe.dispatch import AllToAll
 
 Tensors = tuple[Tensor, ...]
 _SENT = ("D", "E", "BF", "BE")
-
-
-class AllToAll(Protocol):
-    """All-to-all of rows, and its reverse for their gradients; `oases.moe.dispatch` has it."""
-
-    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> object:
-        """Start to send rows, or gradients back. label: in place of its own."""
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent to this rank."""
 
 
 class Exchange(Protocol):
@@ -39,14 +31,8 @@ class Exchange(Protocol):
     """
 
     bypasses: bool
-
-    @property
-    def dispatch(self) -> AllToAll:
-        """See above."""
-
-    @property
-    def combine(self) -> AllToAll:
-        """See above."""
+    dispatch: AllToAll
+    combine: AllToAll
 
     def route(self, h: Tensor) -> Tensors:
         """Block's input -> rows to send, and tensors that the other pieces take."""
@@ -56,6 +42,13 @@ class Exchange(Protocol):
 
     def gather(self, *given: Tensor) -> Tensor:
         """Rows that came back, and what `route` returned behind its rows -> partial sum, or the block's output."""
+
+    def sent(self) -> None:
+        """Called once the rows for the experts are under way."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """Context of an all-to-all, which may raise its failure on every rank of a group of its own."""
+        return nullcontext()
 
 
 class RandomStates:
@@ -189,15 +182,20 @@ class ExchangeWork:
 
     def send(self, step: Step) -> None:
         """Start the all-to-all of what the carried op made."""
-        state = self._states[step.place]
-        exchange = state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine
-        label = "" if self._own_labels else step.label
-        exchange.start(_taken(state), back=step.op.of in ("BF", "BE"), label=label)
+        state, of = self._states[step.place], step.op.of
+        exchange, label = state.exchange, "" if self._own_labels else step.label
+        with exchange.together():
+            through = exchange.dispatch if of in ("D", "BE") else exchange.combine
+            through.start(_taken(state), back=of in ("BF", "BE"), label=label)
+            if of == "D":
+                exchange.sent()
 
     def wait(self, step: Step) -> None:
         """Wait for it."""
         state = self._states[step.place]
-        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).finish()
+        exchange = state.exchange
+        with exchange.together():
+            state.rows = (exchange.dispatch if step.op.of in ("D", "BE") else exchange.combine).finish()
 
     def clear(self) -> None:
         """Release every tensor."""

@@ -143,7 +143,7 @@ def states_of(model):
 
 def placed_everywhere(model):
     for state in states_of(model):
-        state.place(copied_everywhere(state.number, state.groups.degree))
+        state.placing.fix(copied_everywhere(state.number, state.groups.degree))
 
 
 def in_float64(model):
