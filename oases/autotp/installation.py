@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,17 +15,15 @@ from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import Inputs, LayerList, observe, single_layer
 from oases.autotp.lowering import GroupRank
 from oases.autotp.parameters import cut_parameters
-from oases.autotp.pipeline.building import segments_of
 from oases.autotp.preconditions import require_planned
 from oases.autotp.program import Program
 from oases.autotp.report import LayersReport, PartitionReport
-from oases.autotp.runner import Layer, LayerForward, Runner
+from oases.autotp.runner import Layer, Runner
 from oases.autotp.signatures import LayerSignature, layer_signatures, whole_parts
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.standalone import StandaloneForward
-from oases.autotp.tools.adapters import FIRST, whole_twin
-from oases.core.blocks.sharding import Cut, cuts
-from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size
+from oases.core.blocks.sharding import Cut
+from oases.core.execution.group import ProcessGroup, group_name, group_size
 from oases.errors import OverlapError, UsageError
 from oases.plans.plan import Plan
 
@@ -161,40 +158,6 @@ def _tell_of_whole_layers(
         raise OverlapError(f"require_overlap: {text}")
     if tp.rank == 0:
         warnings.warn(text, stacklevel=3)
-
-
-@dataclass(frozen=True)
-class Installation:
-    """Arguments with which `parallelize` sharded the layers of a model, to do it again once they have changed."""
-
-    tp: GroupRank
-    inputs: Inputs
-    spec: ParallelSpec
-    plan: Plan | None
-    options: dict[str, Any]
-    compile: str | None
-    experts: ExpertOptions | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Installation:
-        """Return self: a copied model was made alike."""
-        return self
-
-    def adapt(self, model: nn.Module) -> None:
-        """Shard what was added to the layers (adapters), and run them anew. UsageError where that is not possible."""
-        report: PartitionReport = model.oases_partition  # type: ignore[assignment]
-        for part in model.modules():
-            if isinstance(vars(part).get("forward"), (LayerForward, StandaloneForward)):
-                del part.forward
-        twin = whole_twin(model)
-        found, _ = signatures_of(model, twin, self.inputs, (), self.spec, None, self.tp, self.options, self.experts)
-        for each, signatures in found:
-            for path, why in zip(each.paths, signatures, strict=True):
-                if isinstance(why, UnsplittableError) and cuts(model.get_submodule(path)):
-                    raise UsageError(f"{path} is sharded and cannot be with what was added to it ({why}); {FIRST}")
-        segments = segments_of(found, self.plan, self.options, None, 0)
-        report.layers.clear()
-        install_layers(model, segments, group_of(self.tp.group), self.compile, report, self.experts)
-        report.replicated = outside_of_layers(model, segments, report)
 
 
 def install_layers(

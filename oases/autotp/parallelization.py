@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.backends import with_backend
 from oases.autotp.balanced import ExpertOptions, expert_options
 from oases.autotp.export import twin_of
-from oases.autotp.installation import Installation, install_layers, outside_of_layers, signatures_of
+from oases.autotp.installation import install_layers, outside_of_layers, signatures_of
 from oases.autotp.layers import example_inputs, turn_off_inner_caches
+from oases.autotp.local_weights import read_locally
 from oases.autotp.lowering import GroupRank
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import (
@@ -39,7 +40,7 @@ from oases.autotp.preconditions import (
 from oases.autotp.report import PartitionReport, compare_with_plan
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.standalone import StandaloneForward
-from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, refuse_tools
+from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, replace_functions, take_full_tensors
 from oases.autotp.tools.recomputation import recomputing_options
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
@@ -48,8 +49,9 @@ from oases.core.execution.communication import WireType, quantised_type, wire_ty
 from oases.core.execution.group import ProcessGroup, group_size, resolve
 from oases.core.execution.piece import require_compiler
 from oases.core.schedule import Schedule
+from oases.distributed.dtensors import mesh_of_group, to_dtensors
 from oases.distributed.expert_groups import EXPERT_MODES
-from oases.distributed.guards import register_stage
+from oases.distributed.guards import register_replaced, register_stage
 from oases.distributed.mesh import Mesh
 from oases.distributed.precision import require_dtype, set_needs
 from oases.distributed.replicas import average_replicas, data_parallel_group
@@ -113,8 +115,9 @@ def parallelize(
     Column-, row- and vocabulary-parallel modules are found from the model's graph. Layers are cut at their
     all-reduces and run as an OverlappedStack behind the model's own loop over them; what cannot be cut stays
     replicated. `model.oases_partition` reports all of it; `model.oases_mesh` is the mesh, one of "tp" alone where
-    none was given. Parameters keep their names; sharded ones hold this rank's shard. Gradients, loss and logits are
-    those of the unsharded model.
+    none was given. Parameters keep their names and are DTensors on its tensor-parallel dimension, but for fused
+    weights of unequal parts, balanced experts, and stages with fsdp or zero, which hold plain shards. Gradients,
+    loss and logits are those of the unsharded model.
 
     Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
     tensors, for quantised weights, and for a plan of another model; OverlapError with require_overlap=True for layers
@@ -168,6 +171,9 @@ def parallelize(
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     _place_weights(model, weights, device, mesh, run)
+    named = mesh if steps is not None else named_mesh(mesh, model, group)
+    if group is not None and (steps is None or not steps.shards):
+        _show_dtensors(model, group, named, hooks)
     report.replicated = outside_of_layers(model, segments, report)
 
     hooks.begin(model)
@@ -175,13 +181,14 @@ def parallelize(
         set_needs(model, zero=zero or (plan is not None and plan.zero), dtype=dtype)
     if steps is not None and stages is not None:
         _train_in_stages(model, stages, steps, spec, report, hooks)
-        refuse_tools()
+        take_full_tensors(model)
+        replace_functions(model)
     else:
         average_replicas(model, mesh, gradient_wire or "")
-        connect_tools(model, group, Installation(tp, inputs, spec, plan, options, compile, balanced).adapt)
+        connect_tools(model, group)
     if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps or balanced):
         _attach(model, save_pretrained=ModelSaver(model, group))
-    mesh = named_mesh(mesh, model, group) if steps is None else mesh or steps.mesh
+    mesh = named if steps is None else mesh or steps.mesh
     _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
     return model
 
@@ -263,6 +270,15 @@ def _place_weights(model: nn.Module, weights: Any, device: Any, mesh: Any, run: 
         load_weights(model, weights, device=device, process_group=run)
     elif device is not None:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _show_dtensors(model: nn.Module, group: ProcessGroup, mesh: Any, hooks: ModelHooks) -> None:
+    """Have a model of several tensor-parallel ranks show DTensors, and read local tensors."""
+    some = next(model.parameters(), None)
+    if some is not None and group_size(group) > 1:
+        for replaced in to_dtensors(model, group, mesh_of_group(mesh, group, some.device)):
+            register_replaced(replaced)
+        hooks.weights = read_locally(model)
 
 
 def _attach(model: nn.Module, **attributes: Any) -> None:

@@ -33,17 +33,17 @@ def experts_are_shared(tensor_group: ProcessGroup | None, group: ProcessGroup | 
 
 def shard_bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
     """[first, last) of this rank's share of the tokens; shares differ by one at most."""
-    return Cut(0, (tokens,)).ranges(group_rank(group), group_size(group))[0]
+    return Cut(0, (tokens,), level=True).ranges(group_rank(group), group_size(group))[0]
 
 
 def shard_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """x: [T, ...], replicated -> this rank's share; the gradient is gathered."""
-    return scatter(x, group, Cut(0, (len(x),)), "gradients of shared tokens")
+    return scatter(x, group, Cut(0, (len(x),), level=True), "gradients of shared tokens")
 
 
 def gather_tokens(x: Tensor, tokens: int, group: ProcessGroup | None) -> Tensor:
     """This rank's share -> all T `tokens`, replicated; the gradient is this rank's share."""
-    return gather(x, group, Cut(0, (tokens,)), "outputs of shared tokens")
+    return gather(x, group, Cut(0, (tokens,), level=True), "outputs of shared tokens")
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None, label: str) -> list[Tensor]:

@@ -18,6 +18,7 @@ from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.clock import synchronize
 from oases.core.execution.communication import NullScheduler, Wire
+from oases.core.execution.dtensors import as_gradient, is_dtensor
 from oases.core.execution.executor import Context
 from oases.core.execution.failure import FailureMonitor
 from oases.core.execution.gathering import BlockUnit, leaves_of
@@ -80,7 +81,8 @@ class StackCall(ScheduledCall):
             raise ScheduleError(
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
-        leaves = leaves_of(parameters, units) if differentiable else []
+        placed = not units and any(is_dtensor(one) for each in parameters for one in each.parameters)
+        leaves = leaves_of(parameters, units) if differentiable or placed else []
         self._blocks = BlockWork(
             blocks, program, wire, x, leaves, differentiable=differentiable, randomness=randomness, inputs=inputs
         )
@@ -139,7 +141,7 @@ class StackCall(ScheduledCall):
             self._shares, self._whole = shares, whole
             if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
                 self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
-            return [self._gradient(number) for number in parameters.sharded] + replicated
+            return self._gradients(block, parameters.sharded) + replicated
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
         """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
@@ -192,7 +194,9 @@ class StackCall(ScheduledCall):
                         sums[key] = sums[key].add_(gradient) if key in sums else gradient
                 numbers = [number for number, key in enumerate(keys) if key in sums and lowest[key] == block]
                 if numbers:
-                    torch.autograd.backward(self._chosen(block, numbers), [sums.pop(keys[n]) for n in numbers])
+                    held = self._chosen(block, numbers)
+                    made = [as_gradient(one, sums.pop(keys[n])) for one, n in zip(held, numbers, strict=True)]
+                    torch.autograd.backward(held, made)
                 computed = self._units[block].computed if self._units else None
                 if computed is not None:
                     computed()
@@ -236,12 +240,17 @@ class StackCall(ScheduledCall):
             sizes = [self._shares[number].numel() for number in numbers]  # type: ignore[union-attr]
             for number, part in zip(numbers, flat.split(sizes), strict=True):
                 self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
-        return [self._gradient(number) for number in self._cut[block].replicated]
+        return self._gradients(block, self._cut[block].replicated)
 
     def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
         parameters, unit = self._cut[block], self._units[block] if self._units else None
         tensors = parameters.whole(None if unit is None else unit.parameters)
         return [tensors[number] for number in numbers]
+
+    def _gradients(self, block: int, numbers: Sequence[int]) -> list[Tensor | None]:
+        """Gradients of parameters of the block finished last."""
+        held = self._chosen(block, numbers)
+        return [as_gradient(one, self._gradient(number)) for one, number in zip(held, numbers, strict=True)]
 
     def _gradient(self, number: int) -> Tensor | None:
         share, whole = self._shares[number], self._whole[number]
