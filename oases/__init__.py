@@ -1,8 +1,7 @@
 """Overlapped tensor parallelism for PyTorch: train large transformers on commodity servers."""
 
+import sys
 from typing import TYPE_CHECKING, Any
-
-from oases.after_import import after_import
 
 __version__ = "0.2.0"
 
@@ -83,8 +82,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
-def _register_backend(_torch: Any) -> None:
-    import oases_staged  # noqa: F401
+if "torch" in sys.modules:  # else with the first name that needs torch: schedules and planners do without
+    import importlib
 
-
-after_import("torch", _register_backend)
+    importlib.import_module("oases_staged")

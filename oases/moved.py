@@ -13,7 +13,7 @@ _EXECUTION = "call executor failure group piece"
 _BLOCKS = "batch program randomness sharding stack"
 _DISTRIBUTED = (
     "collectives expert_groups fsdp gradient_averaging gradient_clipping gradient_hook guards mesh message_layout "
-    "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
+    "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients "
     "total_norm"
 )
 _CHECKPOINT = "contents files integrity lock metadata parallelized resume retention state writer"
@@ -54,6 +54,7 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
             **dict.fromkeys(("between", "blocks"), "oases.core.blocks.work"),
             "call": "oases.core.blocks.call",
             "tunings": "oases.core.blocks.chooser",
+            "state_shards": "oases.distributed.pieces",
         },
     ),
     "oases.graph": (

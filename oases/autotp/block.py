@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from oases.autotp.balanced import TokenExchange, state_of
 from oases.autotp.program import Program, mangled
 from oases.core.blocks.sharding import Cut
+from oases.core.execution.dtensors import read
 from oases.core.execution.group import HoldsGroup, ProcessGroup
 from oases.core.execution.piece import Leaves
 from oases.moe.dispatch import AllToAll
@@ -95,7 +96,7 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
     if source in exported.buffers:
         return layer.get_buffer(exported.buffers[source])
     if source in exported.parameters:
-        return layer.get_parameter(exported.parameters[source])
+        return read(layer.get_parameter(exported.parameters[source]))
     if source in program.walk.states:
         return state_of(layer.get_submodule(program.walk.states[source]))
     return program.constant(source, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -10,23 +9,22 @@ from torch import nn
 from oases.autotp.checking import Setup
 from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import LayerList
+from oases.autotp.local_weights import read_locally
 from oases.autotp.model_hooks import ModelHooks
-from oases.autotp.pipeline.building import PipelineOptions, Stages, segments_of
+from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.training import PipelineTraining
 from oases.autotp.pipeline.units import install_units
 from oases.autotp.program import Program
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
-from oases.autotp.runner import Layer, LayerForward, Runner, StandaloneForward
-from oases.autotp.shards import Segments, Sharded, cut_layers
-from oases.autotp.signatures import LayerSignature, trace_layers
-from oases.autotp.tools.adapters import FIRST, whole_twin
-from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, refuse_tools
-from oases.core.blocks.sharding import cuts
+from oases.autotp.runner import Layer, Runner, StandaloneForward
+from oases.autotp.shards import Segments, Sharded
+from oases.autotp.signatures import LayerSignature
+from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, replace_functions, take_full_tensors
 from oases.core.execution.group import ProcessGroup, group_size
-from oases.distributed.guards import register_stage
+from oases.distributed.dtensors import mesh_of_group, to_dtensors
+from oases.distributed.guards import register_replaced, register_stage
 from oases.distributed.precision import set_needs
 from oases.distributed.replicas import average_replicas
-from oases.errors import UsageError
 
 
 def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
@@ -38,19 +36,32 @@ def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     hooks = ModelHooks(model, group)
+    mesh = setup.mesh if steps is not None else named_mesh(setup.mesh, model, group)
+    if group is not None and (steps is None or not steps.shards):
+        _show_dtensors(model, group, mesh, hooks)
     hooks.begin(model)
     if steps is None or not steps.shards:
         set_needs(model, zero=setup.zero, dtype=setup.dtype)
     if steps is not None and sharded.stages is not None:
         _train_in_stages(model, sharded.stages, steps, setup, report, hooks)
-        refuse_tools()
+        take_full_tensors(model)
+        replace_functions(model)
     else:
         average_replicas(model, setup.mesh, setup.gradient_wire)
-        connect_tools(model, group, _Adaptation(replace(setup, mesh=None)))
+        connect_tools(model, group)
     if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps or setup.experts):
         _attach(model, save_pretrained=ModelSaver(model, group))
-    mesh = named_mesh(setup.mesh, model, group) if steps is None else setup.mesh or steps.mesh
+    mesh = mesh if steps is None else mesh or steps.mesh
     _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
+
+
+def _show_dtensors(model: nn.Module, group: ProcessGroup, mesh: Any, hooks: ModelHooks) -> None:
+    """Have a model of several tensor-parallel ranks show DTensors, and read local tensors."""
+    some = next(model.parameters(), None)
+    if some is not None and group_size(group) > 1:
+        for replaced in to_dtensors(model, group, mesh_of_group(mesh, group, some.device)):
+            register_replaced(replaced)
+        hooks.weights = read_locally(model)
 
 
 def _attach(model: nn.Module, **attributes: Any) -> None:
@@ -74,29 +85,6 @@ def _train_in_stages(
         f"stage {steps.mesh.stage} of {steps.mesh.num_stages}: layers "
         f"{', '.join(f'{layers[0]} to {layers[-1]}' for layers in of_rank)}"
     )
-
-
-@dataclass(frozen=True)
-class _Adaptation:
-    """Function that shards what was added to the layers of a model (adapters), and runs them anew."""
-
-    setup: Setup
-
-    def __call__(self, model: nn.Module) -> None:
-        """Adapt the model. UsageError where that is not possible."""
-        report: PartitionReport = model.oases_partition  # type: ignore[assignment]
-        for part in model.modules():
-            if isinstance(vars(part).get("forward"), (LayerForward, StandaloneForward)):
-                del part.forward
-        found, _ = trace_layers(model, whole_twin(model), replace(self.setup, plan=None), None)
-        for each, signatures in found:
-            for path, why in zip(each.paths, signatures, strict=True):
-                if isinstance(why, UnsplittableError) and cuts(model.get_submodule(path)):
-                    raise UsageError(f"{path} is sharded and cannot be with what was added to it ({why}); {FIRST}")
-        segments = segments_of(found, self.setup.plan, self.setup.stack, None, 0)
-        cut_layers(model, self.setup, segments)
-        report.layers.clear()
-        _install_layers(model, self.setup, segments, report)
 
 
 def _install_layers(model: nn.Module, setup: Setup, segments: Segments, report: PartitionReport) -> None:

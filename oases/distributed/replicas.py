@@ -178,8 +178,7 @@ def _tell_of_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         warnings.warn(
             f"{type(optimizer).__name__} updates {len(others)} parameters, such as one of shape "
             f"{list(others[0].shape)}, besides those of a model that averages its gradients over replicas: theirs "
-            "are not averaged, so replicas go apart; parallelize() the module that holds all of them, or leave the "
-            'data-parallel dimension out (mesh=mesh["tp"]) and wrap that module in DistributedDataParallel',
+            "are not averaged, so replicas go apart; parallelize() the module that holds all of them",
             stacklevel=4,
         )
 

@@ -139,7 +139,7 @@ def losses(backend: str) -> tuple[str, list[torch.Tensor]]:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     used = dist.get_backend(model.oases_mesh.get_group("tp"))
-    return used, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    return used, [loss.detach(), *(parameter.grad.to_local() for parameter in model.parameters())]
 
 
 @pytest.mark.slow

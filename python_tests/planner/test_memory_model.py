@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.core.execution.dtensors import local_of as local
 from oases.core.schedule import sequence_parallel
-from oases.distributed.fsdp import local
 from oases.distributed.gradient_averaging import _Lane
 from oases.distributed.optimizer import state_of, weight_of
 from oases.errors import UsageError

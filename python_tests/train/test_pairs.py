@@ -8,7 +8,7 @@ from covering import covering, every_pair, pairs_in
 from plan_runs import MODEL, check_curve, config_values, curve, even, plan_of
 
 from oases import TrainConfig, Trainer
-from oases.distributed.fsdp import local
+from oases.core.execution.dtensors import local_of as local
 from oases.errors import UsageError
 from oases.plans.gpt import resized
 from oases.plans.plan import Plan, Segment, Stage

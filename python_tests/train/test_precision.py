@@ -8,7 +8,7 @@ from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
-from oases.distributed.fsdp import local
+from oases.core.execution.dtensors import local_of as local
 from oases.distributed.optimizer import state_of, weight_of
 from oases.plans.gpt import gpt
 from oases.plans.plan import Plan
