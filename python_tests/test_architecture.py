@@ -79,7 +79,7 @@ LINES = {
     "oases/sparse": 5,
     "oases/testbed": 333,
     "oases/train": 5,
-    "oases_bench": 6_492,
+    "oases_bench": 6_490,
     "oases_sparse": 1_316,
     "oases_staged": 116,
     "oases_svm": 2_067,
