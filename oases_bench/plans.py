@@ -273,11 +273,9 @@ def profiled(
         return emulated_hardware(plain, cell.model, (cell.degree,), config.flops)
     parts = max(segment.parts for stage in cell.plan.stages for segment in stage.segments)
     model = cell.built(config.seed)
-    bench = LayerBench(
-        model, cell.model, cell.batch(model, cell.samples, config.seed), contiguous(cell.degree), config.iterations,
-        cell.samples,
-    )  # fmt: skip
-    blocks = bench.blocks(cell.samples // parts)
+    inputs, group = cell.batch(model, cell.samples, config.seed), contiguous(cell.degree)
+    bench = LayerBench(model, cell.model, inputs, group, config.iterations, cell.samples)
+    blocks = bench.blocks(cell.samples // parts, parts)
     ends, overheads = bench.passes(cell.samples, parts)
     device = replace(device, update_seconds=bench.update_seconds())
     return Hardware("this machine", device, per_node, node, cluster, (*blocks, *ends), overheads=tuple(overheads))

@@ -77,14 +77,14 @@ class StackBench(ABC):
     def step(self, samples: int) -> list[Any]:
         """Run a forward and a backward pass; marks at its start, between both, and at its end."""
 
-    def blocks(self, samples: int) -> list[MeasuredBlock]:
+    def blocks(self, samples: int, parts: int = 0) -> list[MeasuredBlock]:
         """Every kind of block with a sub-batch of `samples`: medians of the slowest rank.
 
-        Two sub-batches alternate, as in training, so that neither finds the other's data in the cache; the largest
-        sub-batch runs by itself, as in `sync`.
+        parts: sub-batches; 0: two alternate, as in training, so that neither finds the other's data in the cache, and
+        the largest sub-batch runs by itself, as in `sync`.
         """
         times: dict[tuple[str, str], list[float]] = {}
-        parts = 2 if 2 * samples <= self._most else 1
+        parts = parts or (2 if 2 * samples <= self._most else 1)
         for iteration in range(self.iterations + 1):
             for which in range(3):  # interleaved, so that disturbances affect all equally
                 schedules = self._run_as(which, parts)
