@@ -110,7 +110,7 @@ class ExchangeWork:
         self, leaves: list[Leaves], more: Sequence[Leaves] = (), *, differentiable: bool,
         random: RandomStates | None = None, own_labels: bool = False,
     ) -> None:  # fmt: skip
-        self._leaves, self._more = leaves, more
+        self.leaves, self._more = leaves, more
         self._differentiable, self._random, self._own_labels = differentiable, random, own_labels
         self._states: dict[Place, _State] = {}
         self._pieces: dict[tuple[str, Place], Piece] = {}
@@ -143,7 +143,7 @@ class ExchangeWork:
         # F is called with the values of the block's methods behind its inputs; the exchange has them.
         return lambda *given: gather(*given[:many]), given
 
-    def begin_backward(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
+    def gathered_backward(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
         """For BF: the gradients of the last piece's inputs."""
         state = self._states[place]
         through, rows, *others = gradients if state.exchange.bypasses else (None, *gradients)
@@ -163,7 +163,7 @@ class ExchangeWork:
         state.gradients[1:] = [_sum(one, other) for one, other in zip(known, others, strict=False)]
         return others[len(known) :]
 
-    def input_gradient(self, place: Place) -> Tensor:
+    def gradient_of_input(self, place: Place) -> Tensor:
         """For B: the gradient of the block's input."""
         state = self._states.pop(place)
         through, *others = state.gradients
@@ -234,7 +234,7 @@ class ExchangeWork:
         return found
 
     def _recorded(self, kind: str, place: Place, function: Callable[..., Tensors], given: Tensors) -> Tensors:
-        piece = self._pieces[kind, place] = Piece([self._leaves[place[0]], *self._more], False)
+        piece = self._pieces[kind, place] = Piece([self.leaves[place[0]], *self._more], False)
         results = function(*map(piece.input, given))
         return tuple(piece.output(each, False) for each in results)
 
