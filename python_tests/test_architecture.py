@@ -83,7 +83,7 @@ LINES = {
     "oases_sparse": 1_316,
     "oases_staged": 116,
     "oases_svm": 2_067,
-    "oases_train": 4_222,
+    "oases_train": 4_220,
     "python_tests": 45_730,
     "reliability": 3_763,
 }
