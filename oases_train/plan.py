@@ -87,13 +87,11 @@ class Run:
         found, experts = sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}, self.plan.experts
         if experts is None:
             return found
-        names = ("experts", "top_k", "shared_hidden", "gate")
-        hidden = experts.expert_hidden or 4 * self.config.hidden
-        return (
-            found
-            | {name: getattr(experts, name) for name in names}
-            | {"expert_hidden": hidden, "expert_bias": experts.bias_update_rate > 0}
-        )
+        return found | {
+            "experts": experts.experts, "top_k": experts.top_k,
+            "expert_hidden": experts.expert_hidden or 4 * self.config.hidden,
+            "shared_hidden": experts.shared_hidden, "gate": experts.gate, "expert_bias": experts.bias_update_rate > 0,
+        }  # fmt: skip
 
 
 def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
