@@ -45,6 +45,7 @@ class Exchange(Protocol):
 
     def sent(self) -> None:
         """Called once the rows for the experts are under way."""
+        return
 
     def together(self) -> AbstractContextManager[object]:
         """Context of an all-to-all, which may raise its failure on every rank of a group of its own."""
