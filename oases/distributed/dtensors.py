@@ -10,9 +10,9 @@ Where torch is wrong or fails for such parameters it is corrected here, once per
   `_StridedShard`, which has several (checkpoint/planner_helpers.py:177); its storage in Hugging Face's format is
   refused for these.
 - Handlers of the dispatcher: a GradScaler finds infinities on the mesh of the first gradient alone
-  (distributed/tensor/_dispatch.py:117); `item()` of a partial result gives this rank's part; random numbers on a mesh
-  of CPUs are equal in all shards (distributed/tensor/_random.py:28): all ranks draw the full tensor, as one process
-  does, and keep their shards.
+  (distributed/tensor/_dispatch.py:117); clipping refuses plain shards beside DTensors; `item()` of a partial result
+  gives this rank's part; random numbers on a mesh of CPUs are equal in all shards (distributed/tensor/_random.py:28):
+  all ranks draw the full tensor, as one process does, and keep their shards.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ def correct() -> None:
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
     handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
     handlers[aten._local_scalar_dense.default] = _item
+    handlers[aten._foreach_mul_.Tensor] = _scale
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
             handlers[getattr(getattr(aten, name), overload)] = _draw
@@ -230,6 +231,12 @@ def _unscale(op: Any, args: Any, kwargs: Any) -> None:
     for mesh in dict.fromkeys(each.device_mesh for each in gradients if is_dtensor(each)):
         for dim in range(mesh.ndim):
             dist.all_reduce(local_of(found), dist.ReduceOp.MAX, mesh.get_group(dim))
+
+
+def _scale(op: Any, args: Any, kwargs: Any) -> None:
+    """Scale gradients in place by one number, as clipping does, plain shards among them, too."""
+    gradients, by = args
+    op([local_of(each) for each in gradients], by.full_tensor() if is_dtensor(by) else by)
 
 
 def _item(op: Any, args: Any, kwargs: Any) -> Any:

@@ -131,7 +131,8 @@ def average_over(module: nn.Module, group: ProcessGroup | None, wire: str = "") 
     if _before_steps is None:
         _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
     replicas = Replicas(group, wire)
-    module.register_forward_pre_hook(replicas.called)
+    # Before hooks that put local tensors in the places of parameters.
+    module.register_forward_pre_hook(replicas.called, prepend=True)
     watch_passes(module, replicas.averaged_over)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from oases.core.blocks.sharding import cuts
 from oases.core.execution.dtensors import local_of
@@ -46,6 +47,9 @@ def said(function):
     """The error that a function raises, in one line."""
     try:
         function()
+    except CheckpointException as error:  # of torch.distributed.checkpoint, with the errors of ranks
+        ((found, _), *_) = error.failures.values()
+        return f"{type(found).__name__}: {found}".replace("\n", " ")
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace("\n", " ")
     return "nothing was raised"

@@ -27,8 +27,17 @@ def stand_in_of(parameter: Tensor) -> Tensor:
 
 def read(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, differentiable."""
-    found: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
+    if not is_dtensor(parameter):
+        return parameter
+    found: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+    if found.requires_grad:
+        found.register_hook(_at_its_start)
     return found
+
+
+def _at_its_start(gradient: Tensor) -> Tensor:
+    """A gradient in memory of its own: torch does not copy a DTensor whose part begins inside of another tensor."""
+    return gradient.clone() if gradient.storage_offset() else gradient
 
 
 def as_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -42,5 +51,5 @@ def as_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
     if spec.tensor_meta.dtype != gradient.dtype:
         meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, gradient.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    made: Tensor = DTensor(gradient, spec, requires_grad=False)  # type: ignore[call-arg]
+    made: Tensor = DTensor(_at_its_start(gradient), spec, requires_grad=False)  # type: ignore[call-arg]
     return made
