@@ -27,7 +27,7 @@ from oases_train.trainer import Trainer
 
 SAVE_EVERY = 50
 SIZES: dict[str, Any] = {
-    "hidden": 32, "layers": 2, "heads": 4, "sequence": 32, "batch": 8, "sub_batches": 2, "validation_batches": 1,
+    "hidden": 32, "layers": 2, "heads": 4, "sequence": 32, "batch": 8, "validation_batches": 1,
 }  # fmt: skip
 COLUMNS = (
     "step",

@@ -83,7 +83,7 @@ class MixtureBenchConfig(BenchConfig):
         self.parse_list("methods", METHODS)
         self.parse_list("loads", LOADS)
         owner_ranks(self.experts, ranks)
-        self.training("none").moe_gpt(self.seed)
+        self.training("none")
 
     def training(self, placement: str) -> TrainConfig:
         """Training configuration with a placement, without load-balancing losses."""

@@ -27,8 +27,8 @@ from oases.errors import UsageError
 from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.predict import Predictor
 from oases.planner.space import Space, settings
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.profile.config import ProfileConfig
 from oases.profile.links import LinkBench, collectives_of, fitted_link, probes, ranks_per_node, sizes, slowest
 from oases.simulator.hardware import Hardware
@@ -64,7 +64,7 @@ class PlansBenchConfig(EmulatedConfig):
         """See `BenchConfig`."""
         return "{} ranks {}; compute is emulated, communication is real"
 
-    def model(self) -> ModelShape:
+    def model(self) -> Model:
         """Its shape. UsageError for one that cannot be."""
         if not 0 < self.memory_share <= 1:
             raise UsageError(f"--memory-share must be above 0 and at most 1, got {self.memory_share}")
@@ -84,7 +84,7 @@ def space() -> Space:
     )  # fmt: skip
 
 
-def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: int) -> Iterator[Plan]:
+def every_plan(hardware: Hardware, model: Model, world: int, global_batch: int) -> Iterator[Plan]:
     """All mixes of degrees, overlapped and not, everything computed again and nothing, in each setting."""
     listed: set[Plan] = set()
     for setting in settings(model, hardware, world, global_batch, space()):

@@ -59,16 +59,10 @@ auto described(const Layer& layer, int64_t experts, int64_t devices) {
   return std::make_tuple(routes, copies, layer.tokens(), layer.seconds());
 }
 
-auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots, double effort) {
+auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots, bool eplb) {
   const int64_t* data = whole_numbers(counts);
-  const Layer found = oases::experts::search(data, counts.size(0), counts.size(1), costs, slots, effort);
+  const Layer found = oases::experts::search(data, counts.size(0), counts.size(1), costs, slots, eplb);
   return described(found, counts.size(0), counts.size(1));
-}
-
-auto replicate_experts(const at::Tensor& counts, const Costs& costs, int64_t slots) {
-  const int64_t experts = counts.size(0), devices = counts.size(1);
-  return described(oases::experts::replicate(whole_numbers(counts), experts, devices, costs, slots), experts,
-                   devices);
 }
 
 auto place_experts(const at::Tensor& counts, const at::Tensor& routes,
@@ -282,9 +276,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("node_bandwidth", &Costs::node_bandwidth);
 
   module.def("search_experts", search_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
-             py::arg("effort") = 1.0, "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
-  module.def("replicate_experts", replicate_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
-             "EPLB's placement: the same.");
+             py::arg("eplb") = false, "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
   module.def("place_experts", place_experts, py::arg("counts"), py::arg("routes"), py::arg("copies"),
              py::arg("costs"), "The same for a given placement.");
 

@@ -90,10 +90,8 @@ class Layer {
 
 // Pro-Prophet's greedy search: replicates the busiest device's heaviest experts until it is no busier than
 // others, from several initial placements including FasterMoE's and EPLB's. slots: replicas per device.
-// effort: factor on the search budget. Returns the layer with the placement found.
+// eplb: EPLB's alone. Returns the layer with the placement found.
 Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
-             double effort = 1);
-// EPLB's placement, for comparison and as a start of the search.
-Layer replicate(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots);
+             bool eplb);
 
 }  // namespace oases::experts

@@ -34,47 +34,22 @@ void heaviest_first(Weights& weights) {
 
 class Search {
  public:
-  Search(const Layer& nothing_copied, int64_t slots, double effort)
+  Search(const Layer& nothing_copied, int64_t slots)
       : experts_(nothing_copied.experts()),
         devices_(nothing_copied.devices()),
         slots_(slots),
         best_(nothing_copied),
         seconds_(best_.seconds()),
-        work_(static_cast<int64_t>(effort * (kAllWork + kFurtherWork / static_cast<double>(devices_)))),
+        work_(static_cast<int64_t>(kAllWork + kFurtherWork / static_cast<double>(devices_))),
         sources_(experts_) {}
 
-  // EPLB's placement: the busiest expert gets one more replica, then replicas are packed, heaviest first, each
-  // on the lightest device with a free slot. Owners keep their experts, because optimizer state is there. A
-  // device holds as many replicas as it owns experts at most, and computes its own tokens for experts that it
-  // holds; tokens of other devices go to the replica with the fewest.
-  Layer replicated(const Layer& start) {
-    const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
-    std::vector<double> total(experts_), share(experts_), weight(devices_);
-    std::vector<int64_t> number(experts_, 1), left(devices_, slots), order(experts_);
-    for (const auto& [tokens, expert] : loads(start)) total[expert] = static_cast<double>(tokens);
-    share = total;
-    for (int64_t more = 0; more < slots * devices_; ++more) {
-      const int64_t busiest = std::max_element(share.begin(), share.end()) - share.begin();
-      if (share[busiest] <= 0) break;
-      ++number[busiest];
-      share[busiest] = number[busiest] < devices_ ? total[busiest] / static_cast<double>(number[busiest]) : 0;
-    }
-    for (int64_t expert = 0; expert < experts_; ++expert) {
-      share[expert] = total[expert] / static_cast<double>(number[expert]);
-      weight[start.owner(expert)] += share[expert];
-    }
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return share[a] > share[b]; });
-    Layer layer = start;
-    for (const int64_t expert : order)
-      if (number[expert] > 1) spread(layer, expert, number[expert] - 1, share[expert], weight, left);
-    return layer;
-  }
-
-  Layer run() {
+  Layer run(bool eplb) {
     if (devices_ == 1 || slots_ < 1) return best_;
     const Layer start = best_;
-    replicate(start);
+    Layer replicas = replicated(start);
+    if (eplb) return replicas;
+    keep(replicas);
+    finish(replicas);
     shadow(start);
     // Transfers may take as long as they are hidden, or longer.
     Layer one = start;
@@ -182,10 +157,30 @@ class Search {
         relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
-  void replicate(const Layer& start) {
-    Layer layer = replicated(start);
-    keep(layer);
-    finish(layer);
+  // EPLB's placement: the busiest expert gets one more replica, then replicas are packed, the heaviest first,
+  // each on the lightest device with a free slot. An owner keeps its experts, whose optimizer state it has.
+  Layer replicated(const Layer& start) {
+    const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
+    std::vector<double> total(experts_), share(experts_), weight(devices_);
+    std::vector<int64_t> number(experts_, 1), left(devices_, slots), order(experts_);
+    for (const auto& [tokens, expert] : loads(start)) total[expert] = static_cast<double>(tokens);
+    share = total;
+    for (int64_t more = 0; more < slots * devices_; ++more) {
+      const int64_t busiest = std::max_element(share.begin(), share.end()) - share.begin();
+      if (share[busiest] <= 0) break;
+      ++number[busiest];
+      share[busiest] = number[busiest] < devices_ ? total[busiest] / static_cast<double>(number[busiest]) : 0;
+    }
+    for (int64_t expert = 0; expert < experts_; ++expert) {
+      share[expert] = total[expert] / static_cast<double>(number[expert]);
+      weight[start.owner(expert)] += share[expert];
+    }
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return share[a] > share[b]; });
+    Layer layer = start;
+    for (const int64_t expert : order)
+      if (number[expert] > 1) spread(layer, expert, number[expert] - 1, share[expert], weight, left);
+    return layer;
   }
 
   void spread(Layer& layer, int64_t expert, int64_t copies, double share, std::vector<double>& weight,
@@ -341,13 +336,8 @@ class Search {
 }  // namespace
 
 Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
-             double effort) {
-  return Search(Layer(counts, experts, devices, costs), slots, effort).run();
-}
-
-Layer replicate(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots) {
-  const Layer start(counts, experts, devices, costs);
-  return Search(start, slots, 0).replicated(start);
+             bool eplb) {
+  return Search(Layer(counts, experts, devices, costs), slots).run(eplb);
 }
 
 }  // namespace oases::experts

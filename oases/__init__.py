@@ -1,8 +1,7 @@
 """Overlapped tensor parallelism for PyTorch: train large transformers on commodity servers."""
 
+import sys
 from typing import TYPE_CHECKING, Any
-
-from oases.after_import import after_import
 
 __version__ = "0.2.0"
 
@@ -38,65 +37,38 @@ _PUBLIC = {
     "UsageError": "oases.errors",
 }
 
-__all__ = [
-    "OverlappedColumnLinear",
-    "OverlappedColwiseParallel",
-    "OverlappedEmbedding",
-    "OverlappedMoE",
-    "OverlappedRowLinear",
-    "OverlappedRowwiseParallel",
-    "OverlappedStack",
-    "ParallelDropout",
-    "ParallelSpec",
-    "S2Reducer",
-    "TrainConfig",
-    "Trainer",
-    "UsageError",
-    "__version__",
-    "causal_attention",
-    "check",
-    "clip_grad_norm",
-    "full_state_dict",
-    "load_checkpoint",
-    "load_weights",
-    "make_optimizer",
-    "nccl_options",
-    "parallel_cross_entropy",
-    "parallelize",
-    "plan",
-    "quantized_hook",
-    "report",
-    "s2_hook",
-    "save_checkpoint",
-    "save_pretrained",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from oases.autotp import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
-    from oases.checkpoint.parallelized import load_checkpoint, save_checkpoint
-    from oases.errors import UsageError
-    from oases.layers import (
-        OverlappedColumnLinear,
-        OverlappedColwiseParallel,
-        OverlappedEmbedding,
-        OverlappedRowLinear,
-        OverlappedRowwiseParallel,
-        OverlappedStack,
-        ParallelDropout,
-        causal_attention,
-        clip_grad_norm,
-        make_optimizer,
-        nccl_options,
-        parallel_cross_entropy,
-        quantized_hook,
-        report,
-    )
-    from oases.moe.layer import OverlappedMoE
-    from oases.planner import plan
-    from oases_check import check
-    from oases_sparse import S2Reducer, s2_hook
-    from oases_train.config import TrainConfig
-    from oases_train.trainer import Trainer
+    from oases.autotp import ParallelSpec as ParallelSpec
+    from oases.autotp import full_state_dict as full_state_dict
+    from oases.autotp import load_weights as load_weights
+    from oases.autotp import parallelize as parallelize
+    from oases.autotp import save_pretrained as save_pretrained
+    from oases.checkpoint.parallelized import load_checkpoint as load_checkpoint
+    from oases.checkpoint.parallelized import save_checkpoint as save_checkpoint
+    from oases.errors import UsageError as UsageError
+    from oases.layers import OverlappedColumnLinear as OverlappedColumnLinear
+    from oases.layers import OverlappedColwiseParallel as OverlappedColwiseParallel
+    from oases.layers import OverlappedEmbedding as OverlappedEmbedding
+    from oases.layers import OverlappedRowLinear as OverlappedRowLinear
+    from oases.layers import OverlappedRowwiseParallel as OverlappedRowwiseParallel
+    from oases.layers import OverlappedStack as OverlappedStack
+    from oases.layers import ParallelDropout as ParallelDropout
+    from oases.layers import causal_attention as causal_attention
+    from oases.layers import clip_grad_norm as clip_grad_norm
+    from oases.layers import make_optimizer as make_optimizer
+    from oases.layers import nccl_options as nccl_options
+    from oases.layers import parallel_cross_entropy as parallel_cross_entropy
+    from oases.layers import quantized_hook as quantized_hook
+    from oases.layers import report as report
+    from oases.moe.layer import OverlappedMoE as OverlappedMoE
+    from oases.planner import plan as plan
+    from oases_check import check as check
+    from oases_sparse import S2Reducer as S2Reducer
+    from oases_sparse import s2_hook as s2_hook
+    from oases_train.config import TrainConfig as TrainConfig
+    from oases_train.trainer import Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:
@@ -112,8 +84,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
-def _register_backend(_torch: Any) -> None:
-    import oases_staged  # noqa: F401
+if "torch" in sys.modules:  # else with the first name that needs torch: schedules and planners do without
+    import importlib
 
-
-after_import("torch", _register_backend)
+    importlib.import_module("oases_staged")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import stat
 import tempfile
@@ -19,10 +18,10 @@ from typing import Any, BinaryIO
 from oases.errors import UsageError
 from oases.limits import short
 
+MOST_BYTES = 2**25
+"""Maximum bytes of a text file, unless a reader says otherwise."""
 _LONGEST_LINE = 2**24
 """Maximum bytes of one line of JSON Lines."""
-_MOST_PARSED = 128 * 2**20
-"""Maximum bytes that the objects of a JSON text may take."""
 
 
 def open_regular(path: str | Path, what: str, remedy: str) -> BinaryIO:
@@ -44,7 +43,7 @@ def open_regular(path: str | Path, what: str, remedy: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: str | Path, what: str, remedy: str, most_bytes: int = 2**25) -> str:
+def read_text(path: str | Path, what: str, remedy: str, most_bytes: int = MOST_BYTES) -> str:
     """Read a regular file of UTF-8 text of at most `most_bytes`. UsageError, with the line of an invalid byte.
 
     what: begins the error, remedy: ends it.
@@ -66,15 +65,11 @@ def read_text(path: str | Path, what: str, remedy: str, most_bytes: int = 2**25)
 def parse_json(text: str | bytes, where: str, remedy: str, *, strict: bool = True) -> Any:
     """Parse JSON text. UsageError, with line and column where known, for anything else.
 
-    Not allowed: values nested deeper than Python's stack, integers of over 4300 digits, and more values than fit into
-    128 MiB. strict: nor NaN, Infinity and numbers beyond float64, nor a name twice in one object, which other
-    libraries write.
+    Not allowed: values nested deeper than Python's stack, and integers of over 4300 digits. strict: nor a name twice
+    in one object, which other libraries write.
     """
-
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_float": _finite, "parse_constant": _no_constant}
     try:
-        _require_small(text)
-        return json.loads(text, **hooks if strict else {})
+        return json.loads(text, object_pairs_hook=_unique if strict else None)
     except RecursionError as error:
         raise UsageError(f"{where} is not JSON: it is nested too deeply; {remedy}") from error
     except ValueError as error:  # of the decoder, with line and column; of a byte; of an integer that is too long
@@ -92,28 +87,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {digits:.40} is beyond 1.8e308")
-    return value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _require_small(text: str | bytes) -> None:
-    """Raise ValueError for more values than fit into _MOST_PARSED bytes, by brackets and commas."""
-    weights = {"{": 300, "[": 100, ",": 120}
-    size = 4 * len(text)  # so what can be parsed is no larger than what `read_text` reads
-    for mark, weight in weights.items():
-        size += weight * (text.count(mark) if isinstance(text, str) else text.count(mark.encode()))
-    if size > _MOST_PARSED:
-        raise ValueError(f"it has more values than fit into {_MOST_PARSED >> 20} MiB")
-
-
-def read_json(path: str | Path, what: str, remedy: str, most_bytes: int = 2**25, *, strict: bool = True) -> Any:
+def read_json(path: str | Path, what: str, remedy: str, most_bytes: int = MOST_BYTES, *, strict: bool = True) -> Any:
     """Read a JSON file; see `read_text` and `parse_json`."""
     return parse_json(read_text(path, what, remedy, most_bytes), f"{what} {str(path)!r}", remedy, strict=strict)
 

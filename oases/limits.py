@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from oases.errors import UsageError
@@ -21,10 +20,6 @@ MOST_PLACES = 2**16
 """Maximum of blocks times sub-batches, or model parts times micro-batches, of a list: half a million ops."""
 MOST_LOCAL_RANKS = 1024
 """Maximum number of ranks that oases starts on one machine."""
-MOST_VALUES = 1000
-"""Maximum number of values of one option that takes a list."""
-_LONGEST_NUMBER = 300
-"""Digits that a float holds."""
 _STEPS = 10**8
 _FLOAT = 3e38
 """Largest number that float32 holds."""
@@ -55,7 +50,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("experts", "top_k", "lora_rank"), Limit(0, 2**14)),
     "expert_memory": Limit(-1, 2**60),
     **dict.fromkeys(
-        ("balance_weight", "z_weight", "bias_update_rate", "capacity_factor", "weight_decay", "learning_rate"),
+        ("balance_weight", "z_weight", "bias_update_rate", "capacity_factor", "learning_rate"),
         Limit(0.0, 1e6),
     ),
     # Batch and time.
@@ -64,14 +59,12 @@ LIMITS: dict[str, Limit] = {
     "sub_batches": Limit(0, 2**12),
     **dict.fromkeys(
         (
-            "train_steps", "warmup", "decay_steps", "evaluate_every", "checkpoint_every",
-            "print_every", "keep",
+            "train_steps", "warmup", "evaluate_every", "checkpoint_every", "keep",
         ),
         Limit(0, _STEPS),
     ),
     **dict.fromkeys(("steps", "validation_batches"), Limit(1, _STEPS)),
-    "learning_rate_floor": Limit(0.0, 1.0),
-    **dict.fromkeys(("clip", "spike", "peak_flops"), _POSITIVE),
+    "clip": _POSITIVE,
     "seed": Limit(0, 2**63 - 1),
     "max_restarts": Limit(0, 10**6),
     "timeout": Limit(0.0, 1e6),
@@ -110,40 +103,6 @@ def fault(name: str, value: Any, shown: str = "") -> str:
         most = str(limit.most) if isinstance(limit.most, int) else f"{limit.most:g}"
         return f"{name} must be at most {most}, got {short(value)}"
     return ""
-
-
-def require_arguments(given: Sequence[str]) -> None:
-    """Raise UsageError for a command line whose numbers, lists or lengths no option allows, before it is parsed.
-
-    Parsing imports the command's module, and that torch, which takes seconds and 300 MB.
-    """
-    for argument, following in zip_longest(given, given[1:], fillvalue=""):
-        flag, _, value = argument.partition("=")
-        if not flag.startswith("--"):
-            continue
-        parts = (value or following).split(",")
-        if len(parts) > MOST_VALUES:
-            raise UsageError(f"{flag} takes at most {MOST_VALUES} values, got {len(parts)}")
-        if len(parts) > 1 and not any(part.strip() for part in parts):
-            raise UsageError(f"{flag} names nothing: {value or following!r}")
-        for part in parts:
-            _require_argument(flag, part.strip())
-
-
-def _require_argument(flag: str, text: str) -> None:
-    name = flag.removeprefix("--").replace("-", "_")
-    if name not in LIMITS:
-        return
-    if len(text) > _LONGEST_NUMBER and text.lstrip("-").isdecimal():
-        raise UsageError(f"{flag} must be at most {LIMITS[name].most:g}, got a number of {len(text)} digits")
-    try:
-        number = int(text) if text.lstrip("-").isdecimal() else float(text)
-    except ValueError:
-        return  # not a number: the parser says what is expected
-    # "1e9", which the parser takes for no number, counts; "0.5" and "inf" are no counts.
-    number = int(number) if number == number // 1 else number
-    if found := fault(name, number, flag):
-        raise UsageError(found)
 
 
 class _Short(reprlib.Repr):

@@ -1,4 +1,4 @@
-"""Old module paths of 0.1, which warn and lead to the new ones until 0.4."""
+"""Old names of 0.1: module paths, which warn and lead to the new ones until 0.4, and options that went."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXECUTION = "call executor failure group piece"
 _BLOCKS = "batch program randomness sharding stack"
 _DISTRIBUTED = (
     "collectives expert_groups fsdp gradient_averaging gradient_clipping gradient_hook guards mesh message_layout "
-    "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients state_shards "
+    "messages optimizer pipeline planned_stack precision replicas reshard shard_map sharded_gradients "
     "total_norm"
 )
 _CHECKPOINT = "contents files integrity lock metadata parallelized resume retention state writer"
@@ -54,7 +54,14 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
             **dict.fromkeys(("between", "blocks"), "oases.core.blocks.work"),
             "call": "oases.core.blocks.call",
             "tunings": "oases.core.blocks.chooser",
+            "state_shards": "oases.distributed.pieces",
         },
+    ),
+    "oases.graph": (
+        "oases.autotp.model_graph",
+        dict.fromkeys(("layer_costs", "layered"), "oases.autotp.costs")
+        | dict.fromkeys(("layer_graph", "trace", "trace.repeated"), "oases.autotp.model_graph")
+        | {f"trace.{name}": f"oases.autotp.{name}" for name in ("as_run", "configuration")},
     ),
     "oases.sparse": ("oases_sparse", _kept("oases_sparse", _SPARSE)),
     "oases.train": (
@@ -68,6 +75,32 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 """New home of each old package, and of each of its modules."""
+
+
+REMOVED = {
+    "sub_batches": "write their number behind the schedule's name: --schedule oases@4",
+    "text_column": "rename the column to text: rename_column of datasets, then save_to_disk",
+    "vocabulary": "the tokenizer or --model sets it; a plan for another one: oases plan --vocabulary, then --plan",
+    "lora_targets": "all linears get adapters; for others add them by peft, then call oases.parallelize",
+    "learning_rate_floor": "rates end at a tenth of the peak; or take --learning-rate-schedule constant",
+    "decay_steps": "wsd decays in the last tenth of --steps",
+    "weight_decay": "it is 0.1, of matrices; for another one call oases.make_optimizer in a custom training loop",
+    "save_error": "a checkpoint that cannot be written is a warning, listed in --json as checkpoints: failed",
+    "spike": "--bad-loss skip leaves out steps that are not finite, --clip bounds the others",
+    "wandb": "log with --tensorboard DIR, and send that by wandb sync DIR",
+    "peak_flops": "divide flops_per_second of --step-log by it",
+    "print_every": "--step-log FILE has a line for each step",
+    "shared_hidden": "give a model with a shared expert as --model, or build it of oases.OverlappedMoE",
+    "gate": "build the model of oases.OverlappedMoE(gate=...)",
+    "z_weight": "build the model of oases.OverlappedMoE(z_weight=...)",
+    "bias_update_rate": "build the model of oases.OverlappedMoE(bias_update_rate=...)",
+    "capacity_factor": "build the model of oases.OverlappedMoE(capacity_factor=...)",
+    "expert_memory": "build the model of oases.OverlappedMoE(memory_budget=...)",
+    "expert_schedule": "give it as --schedule",
+    "experts_mode": "--placement METHOD sends tokens to the experts of --model, over all ranks of a stage",
+    "expert_parallel": "--placement METHOD uses all ranks of a stage; fewer: oases.parallelize(expert_parallel=N)",
+}
+"""Options of training in 0.1, by field, and what to do instead."""
 
 
 def forward(old: str) -> Callable[[str], Any]:

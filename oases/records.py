@@ -2,7 +2,8 @@
 
 A field's type says what it may hold: int, float, bool, str, None, tuples, lists, mappings and dataclasses of these,
 and unions. `Annotated` adds a `Number`, `OneOf`, `Name` or `Inline`. A number without its own limits has those of
-its field's name in `oases.limits`. A field with a default may be missing.
+its field's name in `oases.limits`. A field with a default may be missing; one with the metadata in_files=False is
+not in files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from oases.errors import UsageError
 from oases.limits import fault, short
 
 _T = TypeVar("_T")
-_LARGEST = 2**63 - 1
+_LARGEST = 2**64 - 1
 _UNITS = ("_ms", "_us", "_milliseconds", "_mib", "_gib", "_gb", "_gbps")
 """Suffixes of fields in another unit than a record's."""
 
@@ -123,7 +124,9 @@ def _fields(kind: Any) -> tuple[_Field, ...]:
     """Fields of a dataclass, looked up once."""
     if kind not in _known:
         hints = get_type_hints(kind, include_extras=True)
-        _known[kind] = tuple(_Field(item, hints[item.name]) for item in fields(kind) if item.init)
+        _known[kind] = tuple(
+            _Field(each, hints[each.name]) for each in fields(kind) if each.metadata.get("in_files", each.init)
+        )
     return _known[kind]
 
 
@@ -229,20 +232,20 @@ def _value(hint: Any, notes: Sequence[Any], value: Any, where: str, name: str, r
     nullable, choices = type(None) in choices, tuple(each for each in choices if each is not type(None))
     of_records: tuple[Any, ...] = tuple(each for each in choices if dataclasses.is_dataclass(each))
     if of_records:
-        return value if isinstance(value, of_records) else _record(of_records, value, where, remedy, nullable)
+        return value if isinstance(value, of_records) else one_of(of_records, value, where, remedy, nullable=nullable)
     if len(choices) > 1:
         return _any_of(choices, value, where)
     hint, more = _stripped(choices[0])
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (tuple, list):
         return _sequence(origin, inner[0], value, where, remedy)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         return _mapping(inner, value, where, remedy)
     return _number_or_text(hint, (*notes, *more), value, where, name, nullable) if hint in _PLAIN else value
 
 
-def _record(kinds: Sequence[Any], value: Any, where: str, remedy: str, nullable: bool) -> Any:
-    """A record of one of these kinds: of several, the one that has most of the given fields."""
+def one_of(kinds: Sequence[Any], value: Any, where: str, remedy: str, *, nullable: bool = False) -> Any:
+    """Make a record of one of these kinds: of several, the one that has most of the given fields."""
     if nullable and not isinstance(value, Mapping):
         raise UsageError(f"{where} must be an object or null, got {short(value)}")
     given = {*value} if isinstance(value, Mapping) else set[str]()
@@ -295,7 +298,7 @@ def _number_or_text(
     if limits is None and (wrong := fault(name, value, where)):
         raise UsageError(wrong)
     if kind is int and not -_LARGEST <= value <= _LARGEST:  # JSON has whole numbers of any length
-        raise UsageError(f"{where} must be below 2^63, got {short(value)}")
+        raise UsageError(f"{where} must be below 2^64, got {short(value)}")
     if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
         raise UsageError(f"{where} must be finite, got {short(value)}")
     if limits is not None and (wrong := limits.fault(value)):

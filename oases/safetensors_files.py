@@ -23,23 +23,11 @@ MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """File names of transformers: a model's single file, and the index of several files."""
 
 TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
 """Dtype codes of the format."""
 
 CODES = {dtype: code for code, dtype in TYPES.items()}
@@ -71,17 +59,22 @@ def stored_tensors(source: str | Path | Mapping[str, Tensor]) -> dict[str, Store
             name: Stored("the mapping", tuple(tensor.shape), tensor.dtype, tensor.detach().__getitem__)
             for name, tensor in source.items()
         }
-    path = Path(source)
     found: dict[str, Stored] = {}
-    for file in _files(path):
-        for name, stored in _File(file).tensors().items():
+    for file, names in _files(Path(source)).items():
+        held = _File(file).tensors()
+        for name in names:
+            if name not in held:
+                raise UsageError(
+                    f"the index in {str(file.parent)!r} says that tensor {name!r} is in {file.name!r}, which lacks "
+                    "it; fetch index and files of one and the same model"
+                )
+        for name, stored in held.items():
             if name in found:
                 raise UsageError(
                     f"tensor {name!r} is in {found[name].where!r} and in {stored.where!r}; leave one of the files "
                     "out of the folder, or name the file to load"
                 )
             found[name] = stored
-    _require_indexed(path, found)
     return found
 
 
@@ -151,55 +144,41 @@ class _File:
         return read
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> dict[Path, list[str]]:
+    """Files of a source, each with the names of tensors that an index says it holds."""
     if path.suffix in PICKLES:
         raise _pickled(path)
     if path.is_file():
-        return _indexed(path) if path.name.endswith(".index.json") else [path]
+        return _indexed(path) if path.name.endswith(".index.json") else {path: []}
     if not path.is_dir():
         raise UsageError(
             f"{str(path)!r} is neither a file nor a folder; nothing is downloaded here: fetch the model first, e.g. "
             "with huggingface_hub.snapshot_download, and give its folder"
         )
     if os.path.lexists(path / MODEL_FILE):
-        return [path / MODEL_FILE]
+        return {path / MODEL_FILE: []}
     if os.path.lexists(path / INDEX_FILE):
         return _indexed(path / INDEX_FILE)
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
-        if pickles:
-            raise _pickled(pickles[0])
-        raise UsageError(f"folder {str(path)!r} holds no *.safetensors; give the folder of a saved model")
-    return found
+    if found := sorted(path.glob("*.safetensors")):
+        return {file: [] for file in found}
+    if pickles := sorted(file for file in path.iterdir() if file.suffix in PICKLES):
+        raise _pickled(pickles[0])
+    raise UsageError(f"folder {str(path)!r} holds no *.safetensors; give the folder of a saved model")
 
 
-def _indexed(index: Path) -> list[Path]:
-    weight_map = _weight_map(index)
-    files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
-    for file in files:
-        if file.suffix in PICKLES:
-            raise _pickled(file)
-        if not file.is_file():
-            lacking = sum(index.parent / name == file for name in weight_map.values())
+def _indexed(index: Path) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = {}
+    for name, file in _weight_map(index).items():
+        files.setdefault(index.parent / file, []).append(name)
+    for path, names in files.items():
+        if path.suffix in PICKLES:
+            raise _pickled(path)
+        if not path.is_file():
             raise UsageError(
-                f"index {str(index)!r} names {file.name!r} for {lacking} tensors, but there is no such file; fetch "
-                "it again"
+                f"index {str(index)!r} names {path.name!r} for {len(names)} tensors, but there is no such file; "
+                "fetch it again"
             )
     return files
-
-
-def _require_indexed(path: Path, found: Mapping[str, Stored]) -> None:
-    """Raise UsageError for an index that names tensors missing from its files: it is of another model."""
-    index = path / INDEX_FILE if path.is_dir() and not (path / MODEL_FILE).is_file() else path
-    if not (index.is_file() and index.name.endswith(".index.json")):
-        return
-    for name, file in _weight_map(index).items():
-        if name not in found or Path(found[name].where) != index.parent / file:
-            raise UsageError(
-                f"index {str(index)!r} says that tensor {name!r} is in {file!r}, which lacks it; fetch index and "
-                "files of one and the same model"
-            )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

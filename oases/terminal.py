@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -36,13 +38,14 @@ _FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 5.0
 
 
 class _WithNote(Progress):
-    """Progress bar with a note on a line of its own below it."""
+    """Progress bar with a note, if it has one, on a separate line below it."""
 
     note = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.note)
+        if self.note:
+            yield Text(self.note)
 
 
 class _Lines:
@@ -71,44 +74,38 @@ class _Lines:
 
 @contextmanager
 def progress(
-    what: str, total: int, visible: bool = True, *, done_before: int = 0, every: int = 0, log: bool = False
+    what: str, total: int | None, visible: bool = True, *, done_before: int = 0, every: int = 0, log: bool = False
 ) -> Iterator[Callable[..., None]]:
     """Progress bar over `total` steps; yields advance(done, note=""). Without a terminal, lines on stderr.
 
-    done_before: steps done before, excluded from the estimate. log: the notes are a log: below the bar on a terminal,
-    else a line on stdout every `every` steps (0: ten lines in all), and stderr only until the first step is done.
+    total: None for a spinner with the note alone. done_before: steps done before, excluded from the estimate. log:
+    the notes are a log: below the bar on a terminal, else a line on stdout every `every` steps (0: ten lines in all),
+    and stderr only until the first step is done.
     """
     if not visible or console.quiet:
         yield lambda done, note="": None
-        return
-    if not console.is_terminal:
-        with closing(_Lines(f"{what} {done_before}/{total}")) as lines:
-            yield _log_advance(what, total, done_before, every, lines) if log else _advance_lines(what, total, lines)
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-    )  # fmt: skip
-    if log:
-        with _WithNote(*columns[:-1], TextColumn("left"), console=console) as bar_with_note:
-            task = bar_with_note.add_task(what, total=total, completed=done_before)
+    elif not console.is_terminal:
+        with closing(_Lines(what if total is None else f"{what} {done_before}/{total}")) as lines:
+            if log and total is not None:
+                yield _log_advance(what, total, done_before, every, lines)
+            else:
+                yield functools.partial(_set_line, lines, what, total)
+    else:
+        times: tuple[ProgressColumn, ...] = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        times = (SpinnerColumn(), TimeElapsedColumn()) if total is None else (*times, TimeRemainingColumn())
+        note = TextColumn("left" if log else "{task.fields[note]}")
+        with _WithNote(TextColumn("{task.description}"), *times, note, console=console) as bar:
+            task = bar.add_task(what, total=total, completed=done_before, note="")
 
             def advance(done: int, note: str = "") -> None:
-                bar_with_note.note = note
-                bar_with_note.update(task, completed=done)
+                bar.note = note if log else ""
+                bar.update(task, completed=done, note=note)
 
             yield advance
-        return
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=total, completed=done_before, note="")
-        yield lambda done, note="": bar.update(task, completed=done, note=note)
 
 
-def _advance_lines(what: str, total: int, lines: _Lines) -> Callable[..., None]:
-    def advance(done: int, note: str = "") -> None:
-        lines.text = f"{what} {done}/{total} {note}".rstrip()
-
-    return advance
+def _set_line(lines: _Lines, what: str, total: int | None, done: int, note: str = "") -> None:
+    lines.text = f"{what}{'' if total is None else f' {done}/{total}'} {note}".rstrip()
 
 
 def _log_advance(what: str, total: int, done_before: int, every: int, lines: _Lines) -> Callable[..., None]:
@@ -125,27 +122,16 @@ def _log_advance(what: str, total: int, done_before: int, every: int, lines: _Li
     return advance
 
 
-def percent(share: float | None) -> str:
-    """Format a fraction as "93 %"; None as "-"."""
-    return "-" if share is None else f"{100 * share:.0f} %"
-
-
 @contextmanager
 def working(what: str, visible: bool = True) -> Iterator[Callable[..., None]]:
     """Spinner with elapsed time; yields update(done, total). Without a terminal, lines on stderr."""
-    if not visible or console.quiet:
-        yield lambda done, total: None
-    elif console.is_terminal:
-        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, description=f"{what} {done}/{total}")
-    else:
-        with closing(_Lines(what)) as lines:
+    with progress(what, None, visible) as advance:
+        yield lambda done, total: advance(0, f"{done}/{total}")
 
-            def update(done: int, total: int) -> None:
-                lines.text = f"{what} {done}/{total}"
 
-            yield update
+def percent(share: float | None) -> str:
+    """Format a fraction as "93 %"; None as "-"."""
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def table(

@@ -53,6 +53,10 @@ def _destroy_groups() -> None:
 
     Groups that are named after their ranks stay, because the next one of that name would read stale addresses.
     """
+    if "torch.distributed.tensor" in sys.modules:  # which keeps placements on meshes of groups that are destroyed now
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         if group is not dist.group.WORLD and name.isdigit():
             dist.destroy_process_group(group)

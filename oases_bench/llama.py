@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import oases
+from oases.core.execution.dtensors import local_of
 from oases.core.schedule.tensor import WHOLE
 from oases_bench.harness import timed_step
 
@@ -190,7 +191,7 @@ class OursLlama(LlamaSteps):
     def gradients(self) -> dict[str, Tensor]:
         """See `LlamaSteps`."""
         return {
-            name: parameter.grad.clone()
+            name: local_of(parameter.grad).clone()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.costs import trace_layers
 from oases.core.schedule import generate_pipeline
 from oases.core.schedule.tensor import WHOLE
-from oases.graph.trace import trace_layers
 from oases.planner.predict import Predictor
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
@@ -101,7 +101,7 @@ def _strides(mesh: DeviceMesh) -> dict[str, int]:
     return {"tp": 1, "dp": degree, "pp": degree * replicas}
 
 
-def _measured_axes(shape: LlamaShape, model: LayeredModel, mesh: DeviceMesh, across: str) -> dict[int, LinkModel]:
+def _measured_axes(shape: LlamaShape, model: Model, mesh: DeviceMesh, across: str) -> dict[int, LinkModel]:
     """Link of each dimension, measured by its own groups at once.
 
     Where tensor parallelism goes over the link of the nodes, by those of one stage, of which each then gets its part

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from oases.autotp.configuration import configured_model, read_configuration, with_layers
+from oases.autotp.costs import trace_layers
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model, read_configuration, with_layers
 from oases.plans.expert_schedules import exchanging
-from oases.plans.layered import LayeredModel, Model
-from oases.plans.shape import ModelShape
+from oases.plans.gpt import gpt
+from oases.plans.layered import Model
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
 from oases.simulator import simulate
@@ -41,7 +41,7 @@ def model_of(config: OverlapConfig, path: str | None = None, expert_parallel: in
     expert_parallel: ranks that its experts are balanced over; 0 for experts that are sharded.
     """
     if path is None:
-        return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
+        return gpt(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
     data = with_layers(read_configuration(Path(path), "--model"), config.layers)
     traced = trace_layers(configured_model(data, config.dtype), sequence=config.sequence)
     return traced.with_expert_parallel(expert_parallel) if expert_parallel else traced
@@ -54,7 +54,13 @@ def _listed(schedule: Schedule, model: Model) -> Schedule:
 
 
 def costs_of(
-    model: Model, batch: int, schedule: Schedule, hardware: Hardware, tp: int, wire: str = "none", slower: float = 1.0
+    model: Model,
+    batch: int,
+    schedule: Schedule,
+    hardware: Hardware,
+    tp: int,
+    wire: str = "none",
+    slower: float = 1.0,
 ) -> StackCosts:
     """Costs of one step of a schedule. wire: name of the type in which sums are sent. slower: factor of compute."""
     kinds = [model.kind_of(block) for block in range(model.num_blocks)]
@@ -87,7 +93,7 @@ def slowdown(bench: OverlapBench, result: Result, hardware: Hardware, tp: int, m
 def require_predictable(model: Model, hardware: Hardware, tp: int, batch: int) -> None:
     """Raise UsageError where nothing can be predicted, before any rank starts."""
     for kind in dict.fromkeys(model.kind_of(block) for block in range(model.num_blocks)):
-        if isinstance(model, LayeredModel) and not hardware.measured(model, kind, tp):
+        if not model.is_gpt and not hardware.measured(model, kind, tp):
             raise UsageError(
                 f"profile {hardware.name!r} holds no {model.block_name(kind)} of hidden {model.hidden}, sequence "
                 f"{model.sequence}, {model.dtype}, tp {tp}; measure it with oases profile --model"

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from oases.autotp import parallelize
+from oases.autotp.configuration import configured_model, read_configuration
+from oases.autotp.costs import trace_configuration, trace_layers
 from oases.core.execution.group import ProcessGroup, group_of
 from oases.distributed.clock import Clock
 from oases.distributed.mesh import Mesh
 from oases.distributed.optimizer import make_optimizer
 from oases.errors import UsageError
-from oases.graph.trace import trace_configuration, trace_layers
-from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.planner import Predictor, Space, rank_plans
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.plans.plan import BUCKET_BYTES, Plan, Prediction
 from oases.profile.compute import BlockBench
 from oases.profile.config import ProfileConfig
@@ -155,9 +155,8 @@ class Cell:
         return int(self.plan.samples(self.degree))
 
     @property
-    def model(self) -> LayeredModel:
+    def model(self) -> Model:
         """The small model."""
-        assert isinstance(self.plan.model, LayeredModel)
         return self.plan.model
 
     def built(self, seed: int) -> torch.nn.Module:
@@ -274,9 +273,8 @@ def profiled(
         return emulated_hardware(plain, cell.model, (cell.degree,), config.flops)
     parts = max(segment.parts for stage in cell.plan.stages for segment in stage.segments)
     model = cell.built(config.seed)
-    bench = LayerBench(
-        model, cell.model, cell.batch(model, cell.samples, config.seed), contiguous(cell.degree), config.iterations
-    )
+    inputs, group = cell.batch(model, cell.samples, config.seed), contiguous(cell.degree)
+    bench = LayerBench(model, cell.model, inputs, group, config.iterations, cell.samples)
     blocks = bench.blocks(cell.samples // parts, parts)
     ends, overheads = bench.passes(cell.samples, parts)
     device = replace(device, update_seconds=bench.update_seconds())

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.autotp.configuration import configuration
 from oases.errors import UsageError
 from oases.extension import DeferredGradients
-from oases.graph.trace.configuration import configuration
 from oases.layers.weight_gradient import active_deferral
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Hardware, MeasuredBlock
@@ -74,7 +74,7 @@ def scaled_layers(plan: Plan, per_part: int) -> list[int]:
     return [max(1, round(count * per_part / max(counts))) for count in counts]
 
 
-def scaled_plan(plan: Plan, model: LayeredModel, counts: list[int], most_samples: int) -> Plan:
+def scaled_plan(plan: Plan, model: Model, counts: list[int], most_samples: int) -> Plan:
     """The plan for a smaller model: stages, degrees, schedules, micro-batches, sharding and recomputation stay.
 
     counts: layers of each part. most_samples: of a micro-batch on a replica, a multiple of its sub-batches.
@@ -99,7 +99,7 @@ def scaled_plan(plan: Plan, model: LayeredModel, counts: list[int], most_samples
     return replace(plan, model=model, global_batch=batch, stages=stages, prediction=None)
 
 
-def emulated_hardware(plain: Hardware, model: LayeredModel, degrees: tuple[int, ...], flops: float) -> Hardware:
+def emulated_hardware(plain: Hardware, model: Model, degrees: tuple[int, ...], flops: float) -> Hardware:
     """The hardware with blocks and a head that take as long as a device of `flops` FLOP/s would.
 
     What is not in a block takes the time of this machine.
@@ -130,7 +130,7 @@ def emulated_hardware(plain: Hardware, model: LayeredModel, degrees: tuple[int, 
     return replace(plain, blocks=tuple(rows))
 
 
-def emulate_compute(model: nn.Module, layered: LayeredModel, hardware: Hardware, degree: int) -> None:
+def emulate_compute(model: nn.Module, layered: Model, hardware: Hardware, degree: int) -> None:
     """Have a parallelized model's blocks and head take the times of `hardware` at this degree, by waits.
 
     The arithmetic runs, too, and must take less time.

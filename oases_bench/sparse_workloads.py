@@ -147,19 +147,11 @@ class WordCorpus(Corpus):
         self.path = path
         self._words = np.load(path, mmap_mode="r")
         self.num_tokens = len(self._words)
+        self.identity, self.description = {"words": self.num_tokens}, f"{self.num_tokens} words"
 
     def read(self, start: int, length: int) -> np.ndarray[Any, Any]:
         """`length` words from `start` on."""
         return np.asarray(self._words[start : start + length])
-
-    def described(self) -> str:
-        """E.g. "1000 words"."""
-        return f"{self.num_tokens} words"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Their number."""
-        return {"words": self.num_tokens}
 
 
 class Workload(Protocol):

@@ -22,9 +22,9 @@ from oases.distributed.pipeline import StageRunner
 from oases.distributed.planned_stack import PlannedStack
 from oases.errors import UsageError
 from oases.plans.check import pipeline_of
+from oases.plans.gpt import gpt
 from oases.plans.layered import Model
 from oases.plans.plan import Plan
-from oases.plans.shape import KINDS, ModelShape
 from oases.profile.memory import measure_memory
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel
@@ -44,12 +44,12 @@ class EmulatedConfig(BenchConfig):
     sequence: int = option(128, "sequence length, tokens per sample")
     flops: float = option(2e10, "FLOP/s of the emulated device")
 
-    def model(self) -> ModelShape:
+    def model(self) -> Model:
         """Its shape. UsageError for one that cannot be."""
         if not 1e6 <= self.flops <= 1e15:
             raise UsageError(f"--flops must be between 1e6 and 1e15, got {self.flops}")
         self.require_least(1, "hidden", "layers", "sequence")
-        return ModelShape(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
+        return gpt(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
 
     def hardware(self, per_node: int, node: LinkModel, cluster: LinkModel, memory: int = 1 << 34) -> Hardware:
         """The device behind these links, its memory in bytes."""
@@ -58,10 +58,10 @@ class EmulatedConfig(BenchConfig):
         return replace(plain, blocks=emulated_blocks(plain, self.model()))
 
 
-def emulated_blocks(plain: Hardware, model: ModelShape) -> tuple[MeasuredBlock, ...]:
+def emulated_blocks(plain: Hardware, model: Model) -> tuple[MeasuredBlock, ...]:
     """Times of a model's blocks on an emulated device, as if they had been measured."""
     rows = []
-    for kind, tp, samples in itertools.product(KINDS, (1, 2, 4, 8), (1.0, 64.0)):
+    for kind, tp, samples in itertools.product(model.layer_kinds[0], (1, 2, 4, 8), (1.0, 64.0)):
         if not model.fits_degree(tp):
             continue
         t = plain.block_times(model, kind, tp, samples)
@@ -70,7 +70,11 @@ def emulated_blocks(plain: Hardware, model: ModelShape) -> tuple[MeasuredBlock, 
             t, recompute=t.forward, recompute_whole=t.forward, combine_backward=0.0,
             backward=t.backward + t.combine_backward,
         )  # fmt: skip
-        rows.append(MeasuredBlock(kind, model.hidden, model.heads, model.sequence, model.dtype, tp, samples, times))
+        rows.append(
+            MeasuredBlock(
+                model.block_name(kind), model.hidden, model.heads, model.sequence, model.dtype, tp, samples, times
+            )
+        )
     return tuple(rows)
 
 

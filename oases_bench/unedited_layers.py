@@ -13,6 +13,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.autotp import parallelize
+from oases.autotp.configuration import (
+    configuration,
+    configured_model,
+    read_configuration,
+    sample_inputs,
+    with_layers,
+)
 from oases.autotp.export import leaves
 from oases.autotp.runner import Runner
 from oases.core.blocks.batch import BlockInputs
@@ -22,13 +29,6 @@ from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup
 from oases.distributed.expert_groups import EXPERT_MODES
 from oases.errors import UsageError
-from oases.graph.trace.configuration import (
-    configuration,
-    configured_model,
-    read_configuration,
-    sample_inputs,
-    with_layers,
-)
 from oases.models.options import option, require_bytes
 from oases.profile.config import DTYPES, OverlapConfig
 

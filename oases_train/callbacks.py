@@ -8,98 +8,92 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from oases.checkpoint.retention import WANDB_RUN
-from oases.checkpoint.state import state
+from oases.checkpoint.metadata import Metadata
+from oases.checkpoint.state import State
 from oases.checkpoint.writer import CheckpointWriter, SaveError
-from oases.core.execution.group import group_rank
+from oases.core.execution.group import ProcessGroup, group_rank
 from oases.distributed.collectives import all_reduce
 from oases.errors import SavedExit
-from oases_train.logs import Scalars, StepLog, WandbRun
-from oases_train.metrics import StepReport, Training
+from oases_train.config import TrainConfig
+from oases_train.logs import Scalars, StepLog
+from oases_train.metrics import StepReport
 
 
 class TrainingCallbacks:
-    """Logging and checkpointing in `trainer.train`: a context manager; `after_step` is a collective over all ranks.
+    """Logging and checkpointing of a run: a context manager; `after_step` is a collective over all ranks.
 
     With a checkpoint folder it saves at the configured interval and after the last step. On SIGTERM it finishes the
     step, saves, and raises SavedExit. One small all-reduce per step makes the ranks decide alike.
+
+    group: all ranks. device: of the model. steps_done: before the first call. saved: whether these are in a
+    checkpoint. state: what a checkpoint of the current state holds.
     """
 
-    def __init__(self, trainer: Training) -> None:
-        self.trainer = trainer
-        self.first = group_rank(trainer.group) == 0
+    def __init__(
+        self,
+        config: TrainConfig,
+        group: ProcessGroup | None,
+        device: torch.device,
+        steps_done: int,
+        *,
+        saved: bool,
+        state: Callable[[], tuple[State, Metadata]],
+    ) -> None:
+        self.config, self.group, self.device, self.state = config, group, device, state
+        self.first = group_rank(group) == 0
         self.stall_seconds = 0.0
         """Time that checkpoints delayed steps: copies to the CPU, and waiting for the previous checkpoint."""
         self.failed: list[str] = []
         """Errors of checkpoints that could not be written."""
-        self._saved_step = trainer.steps_done if trainer.resumed else -1
+        self._start_step, self._saved_step = steps_done, steps_done if saved else -1
+        self._logs: list[StepLog | Scalars] = []
+        self._writer: CheckpointWriter | None = None
+        self._terminating: Callable[[], bool] = lambda: False
         self._open = ExitStack()
 
     def __enter__(self) -> TrainingCallbacks:
-        config = self.trainer.config
-        self._writer: CheckpointWriter | None = None
-        self._log: StepLog | None = None
-        self._scalars: Scalars | None = None
-        self._wandb: WandbRun | None = None
-        self._terminating = lambda: False
+        config, steps = self.config, self._start_step
         if config.step_log is not None and self.first:
-            self._log = self._open.enter_context(StepLog(config.step_log, self.trainer.steps_done))
+            self._logs.append(self._open.enter_context(StepLog(config.step_log, steps)))
         if config.tensorboard is not None and self.first:
-            self._scalars = self._open.enter_context(Scalars(config.tensorboard, self.trainer.steps_done))
+            self._logs.append(self._open.enter_context(Scalars(config.tensorboard, steps)))
         if config.checkpoint is not None:
-            self._open.callback(self.trainer.unlock)
-            self._writer = self._open.enter_context(
-                CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
-            )
+            self._writer = self._open.enter_context(CheckpointWriter(config.checkpoint, config.keep, self.group))
             self._terminating = self._open.enter_context(defer_sigterm())
-        if config.wandb is not None and self.first:
-            self._wandb = self._open.enter_context(self._wandb_run(config.wandb))
         return self
 
-    def _wandb_run(self, project: str) -> WandbRun:
-        config, resumed = self.trainer.config, self.trainer.resumed
-        kept = None if config.checkpoint is None else Path(config.checkpoint) / WANDB_RUN
-        earlier = None if resumed is None else resumed.parent / WANDB_RUN
-        if config.resumes_newest and kept is not None and kept.is_file():
-            earlier = kept
-        return WandbRun(project, kept, earlier, asdict(config))
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+    def after_step(self, step: int, report: StepReport | None) -> None:
+        """Log step number `step`, counted from 1, and save a checkpoint if one is due.
 
-    def after_step(self, report: StepReport | None) -> None:
-        """Log the step and save a checkpoint if one is due. report: of the step; None if no rank wants one.
-
-        Raises SavedExit after SIGTERM, and SaveError under the policy `stop`.
+        report: of the step; None if no rank wants one. Raises SavedExit after SIGTERM.
         """
-        config, step = self.trainer.config, self.trainer.steps_done
         terminating, failed = self._all_reduce_flags()
         # Before the checkpoint: the log of a run resumed from it must contain the step.
-        self._write(report)
+        if report is not None:
+            for log in self._logs:
+                log.write(**report.values() | {"stall_seconds": self.stall_seconds})
         if failed:
             self._wait()
-        due = config.checkpoint_every and step % config.checkpoint_every == 0
-        if self._writer is not None and (terminating or due):
-            self._start()
+        every = self.config.checkpoint_every
+        if self._writer is not None and (terminating or (every and step % every == 0)):
+            self._start(step)
         if terminating:
-            self.finish()
-            raise SavedExit(f"ended by SIGTERM after step {step}, which is saved in {config.checkpoint!r}")
+            self.finish(step)
+            raise SavedExit(f"ended by SIGTERM after step {step}, which is saved in {self.config.checkpoint!r}")
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Save the last step, unless saved, and wait for the write. SaveError if it failed."""
         if self._writer is None:
             return
-        if self._saved_step != self.trainer.steps_done:
-            self._start()
+        if self._saved_step != step:
+            self._start(step)
         self._writer.wait()
 
     def summary(self) -> dict[str, Any]:
@@ -116,43 +110,29 @@ class TrainingCallbacks:
         """All-reduce (a rank received SIGTERM, a rank's checkpoint failed)."""
         if self._writer is None:
             return False, False
-        flags = torch.tensor([float(self._terminating()), float(self._writer.failed())], device=self.trainer.device)
-        terminating, failed = all_reduce(flags, self.trainer.group, "termination", largest=True).tolist()
+        flags = torch.tensor([float(self._terminating()), float(self._writer.failed())], device=self.device)
+        terminating, failed = all_reduce(flags, self.group, "termination", largest=True).tolist()
         return bool(terminating), bool(failed)
 
-    def _start(self) -> None:
+    def _start(self, step: int) -> None:
         assert self._writer is not None
         start = time.perf_counter()
-        if self._log is not None:
-            self._log.sync()  # a run that resumes here appends to it
-        if self._scalars is not None:
-            self._scalars.flush()
+        for log in self._logs:
+            log.sync()  # a run that resumes here appends to it
         self._wait()  # before the copies: two at a time would need twice the memory
-        trainer = self.trainer
-        trainer.settle()
-        self._writer.start(state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
-        self._saved_step = trainer.steps_done
+        self._writer.start(*self.state())
+        self._saved_step = step
         self.stall_seconds += time.perf_counter() - start
 
     def _wait(self) -> None:
-        """Wait for the pending checkpoint, and handle its failure by the policy."""
+        """Wait for the pending checkpoint, and warn where it could not be written."""
         assert self._writer is not None
         try:
             self._writer.wait()
         except SaveError as error:
-            if self.trainer.config.save_error == "stop":
-                raise
             self.failed.append(str(error))
             if self.first:
                 warnings.warn(f"{error}; training continues", stacklevel=2)
-
-    def _write(self, report: StepReport | None) -> None:
-        if report is None:
-            return
-        values = report.values() | {"stall_seconds": self.stall_seconds}
-        for log in (self._log, self._scalars, self._wandb):
-            if log is not None:
-                log.write(**values)
 
 
 @contextmanager
@@ -165,11 +145,7 @@ def defer_sigterm() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-
-    before = signal.signal(signal.SIGTERM, handle)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         yield lambda: bool(received)
     finally:

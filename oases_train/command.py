@@ -34,11 +34,9 @@ _FOR_MODELS = ("transformers.modeling_utils", "torch.export._trace", "oases.auto
 """Modules that ranks of --model import besides: 2 s of CPU time on each, where the fork server has not."""
 _MOST_REPLICAS = 4096
 _NOT_OF_DEMO = (
-    "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
-    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "wandb", "peak_flops",
-    "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
-    "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
-    "experts_mode", "expert_parallel",
+    "schedule", "checkpoint", "checkpoint_every", "keep", "resume", "step_log", "evaluate_every", "degrees",
+    "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "experts", "top_k", "expert_hidden",
+    "balance_weight", "placement", "record_loads",
 )  # fmt: skip
 
 
@@ -111,7 +109,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
         require_writable("--out", str(folder / name))
     link = enter_link(options, given, or_simulate=True)
     console.print(
-        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.described()}\n"
+        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.description}\n"
         f"{options.tp} ranks {link}; every step once per "
         "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
     )  # fmt: skip
@@ -137,10 +135,11 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     config, plan = run.config, run.plan
     resumed = resumed_backend(config.checkpoint, config.resume, config.resumes_newest)
     resolve_backend(options, config.device, plan.world, resumed)
-    ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
+    _require_restarts(options, fewer)
     ranks = dataclasses.replace(
-        ranks, fewer=tuple((each.plan.world, (each, options.timeout)) for each in _lowered(fewer, options))
-    )
+        make_rank_options(options, config.device, plan.world), max_restarts=options.max_restarts,
+        fewer=tuple((each.plan.world, (each, options.timeout)) for each in fewer),
+    )  # fmt: skip
     corpus = run.corpus(single_process=ranks.backend.single_process)
     if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
@@ -157,7 +156,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if config.checkpoint is not None and not under_torchrun():
         FolderLock(config.checkpoint).release()  # now rather than in the ranks
     console.print(plan.text(), soft_wrap=True)
-    console.print(f"{corpus.described()}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
+    console.print(f"{corpus.description}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
     if is_first_rank():
         _show(result, config)
@@ -188,7 +187,7 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
         console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
-        done_before=trainer.steps_done, every=config.print_every, log=True,
+        done_before=trainer.steps_done, log=True,
     ) as advance:  # fmt: skip
 
         def show(report: StepReport) -> None:
@@ -261,18 +260,6 @@ def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
     write_json(options.json, {"tensors": shapes})
 
 
-def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
-    from oases.launch.ranks import under_torchrun
-
-    if options.max_restarts < 0:
-        raise UsageError(f"--max-restarts must be at least 0, got {options.max_restarts}")
-    if options.max_restarts and under_torchrun():
-        raise UsageError(
-            f"--max-restarts {options.max_restarts} is for ranks that oases starts; give it to torchrun, before -m"
-        )
-    return dataclasses.replace(ranks, max_restarts=options.max_restarts)
-
-
 def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     """Merge the configuration file and the options; options take precedence."""
     from oases.models.options import Degrees
@@ -283,9 +270,6 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     given = values(TrainConfig, options)
     named = {"data": options.dp and options.dp[-1], "pipeline": options.pp, "tensor": options.tp}
     degrees = {name: degree for name, degree in named.items() if degree is not None}
-    for option, degree in (("--pp", options.pp), ("--tp", options.tp)):
-        if degree is not None and degree < 1:
-            raise UsageError(f"{option} must be at least 1, got {degree}")
     if degrees:
         given["degrees"] = dataclasses.replace(Degrees.of(in_file.get("degrees", {})), **degrees)
     found = TrainConfig.merged(in_file, given)
@@ -376,8 +360,14 @@ def _runs_of(options: argparse.Namespace) -> list[Run]:
     return fitting
 
 
-def _lowered(fewer: Sequence[Run], options: argparse.Namespace) -> Sequence[Run]:
-    """The runs with fewer replicas. UsageError where they would never be started, or not on the nodes."""
+def _require_restarts(options: argparse.Namespace, fewer: Sequence[Run]) -> None:
+    """Raise UsageError for restarts that are not ours, and for `fewer` replicas that would never be started."""
+    from oases.launch.ranks import under_torchrun
+
+    if options.max_restarts and under_torchrun():
+        raise UsageError(
+            f"--max-restarts {options.max_restarts} is for ranks that oases starts; give it to torchrun, before -m"
+        )
     if fewer and not options.max_restarts:
         raise UsageError(
             f"--dp {options.dp[0]}:{options.dp[-1]} lowers the replicas at a restart; give --max-restarts N, or one "
@@ -387,4 +377,3 @@ def _lowered(fewer: Sequence[Run], options: argparse.Namespace) -> Sequence[Run]
         raise UsageError(
             f"--nodes {options.nodes} emulates nodes that are never lost; leave it out, or give --dp one degree"
         )
-    return fewer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,17 +20,17 @@ from oases.errors import UsageError, make_folder
 from oases.launch.ranks import restart_count
 from oases.limits import flag_of
 from oases.models.options import Degrees, option, require_device, require_known
+from oases.plans.expert_schedules import EXPERT_SCHEDULES
 from oases.plans.plan import Plan, read_plan
 from oases.plans.schedule_files import read_schedule
-from oases.plans.shape import ModelShape
-from oases_train.adapters import ALL_LINEAR, lora_config, require_adapters
+from oases_train.adapters import lora_config, require_adapters
 from oases_train.config_file import config_text, read_values
 from oases_train.data import Corpus
-from oases_train.expert_options import AUTO_SCHEDULE, ExpertOptions
+from oases_train.expert_options import ExpertOptions
 from oases_train.instructions import Instructions
-from oases_train.learning_rate import SCHEDULES, RateSchedule, rate_factor
+from oases_train.learning_rate import SCHEDULES, rate_factor
 from oases_train.load_balance import require_new_trace
-from oases_train.logs import last_logged_step, require_tensorboard, require_wandb
+from oases_train.logs import last_logged_step, require_tensorboard
 from oases_train.optimizer import PRECISIONS
 from oases_train.resume import AUTO, require_resumable
 from oases_train.step_check import POLICIES
@@ -39,10 +39,8 @@ from oases_train.tokens import open_corpus
 
 ROWS_MULTIPLE = 64
 """Padding of the vocabulary, so that common tensor-parallel degrees divide it."""
-SAVE_ERRORS = ("warn", "stop")
 _SET_BY_PLAN = (
-    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
-    "zero", "fsdp",
+    "schedule", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp",
 )  # fmt: skip
 """Options that only the plan sets."""
 
@@ -52,6 +50,7 @@ class TrainConfig(ExpertOptions):
     """Configuration of a training run, validated on construction; UsageError names the invalid value."""
 
     encoder_decoder: ClassVar[bool] = False  # whether an encoder reads the text before what the decoder predicts
+    model_rows: ClassVar[int] = 0  # vocabulary of the transformers model
 
     model: str | None = option(
         None,
@@ -61,8 +60,8 @@ class TrainConfig(ExpertOptions):
     )
     data: str | None = option(
         None,
-        "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets; with "
-        "--model also a .jsonl file of prompt and response, loss on responses only; default: Python's "
+        "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets (column "
+        "text); with --model also a .jsonl file of prompt and response, loss on responses only; default: Python's "
         "standard library",
         metavar="PATH",
     )
@@ -71,13 +70,8 @@ class TrainConfig(ExpertOptions):
         "tokenizer.json, a folder with one, or a Hugging Face name; default: bytes are the tokens",
         metavar="NAME|PATH",
     )
-    text_column: str = option("text", "dataset column with the text")
-    vocabulary: int = option(
-        0, "vocabulary size (rows of the embedding); 0 = the tokenizer's, padded to a multiple of 64"
-    )
-    lora_rank: int = option(0, "with --model, LoRA rank; train adapters only (peft); 0 = full fine-tuning")
-    lora_targets: str = option(
-        ALL_LINEAR, f"linears that get adapters: names with commas between, or {ALL_LINEAR}", metavar="NAMES"
+    lora_rank: int = option(
+        0, "with --model, LoRA rank; train adapters of all linears only (peft); 0 = full fine-tuning"
     )
     precision: str = option(
         "float32", "dtype of weights and activations; bfloat16 keeps float32 master weights", PRECISIONS
@@ -98,9 +92,10 @@ class TrainConfig(ExpertOptions):
         None, "plan file of oases plan: sets model, batch, ranks, parallel degrees and schedules", metavar="FILE"
     )
     schedule: str = option(
-        AUTO_SCHEDULE,
+        AUTO,
         "schedule of the tensor-parallel collectives: auto = by measuring in the first steps, once per machine; "
-        "oases, sync, another name (oases@4: 4 sub-batches), or the path of a schedule file",
+        "oases, sync, another name (oases@4: 4 sub-batches), or the path of a schedule file; with --experts of "
+        f"theirs: {', '.join(EXPERT_SCHEDULES)} or a file, auto = block_wise, or plain with placement none",
         metavar="NAME|FILE",
     )
     wire_dtype: str = option(
@@ -128,12 +123,12 @@ class TrainConfig(ExpertOptions):
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     learning_rate_schedule: str = option(
-        "cosine", "learning-rate schedule after warm-up; wsd = constant, then linear decay", SCHEDULES
+        "cosine",
+        "learning-rate schedule after warm-up, to a tenth of the peak; wsd = constant, then linear decay in the last "
+        "tenth of the steps",
+        SCHEDULES,
     )
-    learning_rate_floor: float = option(0.1, "final learning rate as a fraction of the peak")
     warmup: int = option(10, "linear warm-up, steps")
-    decay_steps: int = option(0, "decay at the end of the wsd schedule, steps; 0 = a tenth of all steps")
-    weight_decay: float = option(0.1, "weight decay of AdamW, applied to matrices only")
     clip: float = option(1.0, "gradient clipping: maximum global norm; 0 = no clipping")
     validation_batches: int = option(8, "held-out batches per validation loss")
     evaluate_every: int = option(0, "steps between validation losses; 0 = after the last step only")
@@ -142,9 +137,6 @@ class TrainConfig(ExpertOptions):
     checkpoint: str | None = option(None, "folder for checkpoints, one subfolder per saved step", metavar="DIR")
     checkpoint_every: int = option(0, "steps between checkpoints; 0 = after the last step only")
     keep: int = option(3, "number of newest checkpoints to keep; 0 = all")
-    save_error: str = option(
-        "warn", "on a checkpoint that cannot be written, e.g. on a full disk: warn and continue, or stop", SAVE_ERRORS
-    )
     resume: str | None = option(
         None,
         "checkpoint to resume from, saved with any degrees or plan, or a folder of checkpoints (newest valid one); "
@@ -153,17 +145,8 @@ class TrainConfig(ExpertOptions):
     )
     step_log: str | None = option(None, "JSON Lines log, one line per step; a resumed run appends", metavar="FILE")
     tensorboard: str | None = option(None, "folder for TensorBoard logs; a resumed run appends", metavar="DIR")
-    wandb: str | None = option(None, "Weights & Biases project to log to; resumed runs continue", metavar="PROJECT")
-    peak_flops: float = option(
-        0.0,
-        "peak FLOP/s of one rank, for model FLOPs utilization; 0 = data sheet of a known GPU, or a measured matmul",
-    )
-    print_every: int = option(0, "steps between progress lines without a terminal; 0 = ten lines in all")
     bad_loss: str = option(
         "stop", "on a non-finite loss or gradient: stop, skip the step, or off (no check)", POLICIES
-    )
-    spike: float = option(
-        0.0, "treat a loss above this multiple of the median of the last 32 like a non-finite one; 0 = never"
     )
 
     def __post_init__(self) -> None:
@@ -175,11 +158,11 @@ class TrainConfig(ExpertOptions):
 
             self._take_sizes(self.model)
             weights = weights_of(self.model)
-        require_adapters(self.lora_rank, self.lora_targets, self.model, weights)
+        require_adapters(self.lora_rank, self.model, weights)
         self._sort_list()
         super().__post_init__()
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
-        self.require_experts()
+        self.require_experts(self.schedule, self.model)
         if self.learning_rate == 0:
             raise UsageError(f"learning_rate must be above 0, got {self.learning_rate}")
         require_device(self.device)
@@ -190,19 +173,22 @@ class TrainConfig(ExpertOptions):
     def lora(self) -> Any:
         """LoraConfig of the adapters that are trained; None without."""
         task = "SEQ_2_SEQ_LM" if self.encoder_decoder else "CAUSAL_LM"
-        return lora_config(self.lora_rank, self.lora_targets, task) if self.lora_rank else None
+        return lora_config(self.lora_rank, task=task) if self.lora_rank else None
 
     def _sort_list(self) -> None:
-        """Move a pipeline or expert schedule file from `schedule` to its field. ScheduleError if invalid."""
+        """Move a pipeline schedule's file from `schedule` to its field. ScheduleError if invalid."""
         if self.schedule.partition("@")[0] in GENERATORS or not Path(self.schedule).is_file():
             return
         unit = read_schedule(self.schedule, None).unit
-        if unit != "block":
-            own = "pipeline_schedule" if unit == "stage" else "expert_schedule"
-            if getattr(self, own) not in (getattr(TrainConfig, own), self.schedule):
-                raise UsageError(f"schedule {self.schedule!r} is a file for {flag_of(own)}, given too; leave out one")
-            object.__setattr__(self, own, self.schedule)
-            object.__setattr__(self, "schedule", TrainConfig.schedule)
+        if unit == "experts" and not self.experts:
+            raise UsageError(f"schedule {self.schedule!r} needs a mixture of experts; give --experts N, too")
+        if unit == "stage":
+            if self.pipeline_schedule not in (TrainConfig.pipeline_schedule, self.schedule):
+                raise UsageError(
+                    f"schedule {self.schedule!r} is a file for --pipeline-schedule, given too; leave out one"
+                )
+            object.__setattr__(self, "pipeline_schedule", self.schedule)
+            object.__setattr__(self, "schedule", AUTO)
 
     def _take_sizes(self, path: str) -> None:
         """Set the sizes to those of a transformers model. UsageError for options that it sets or cannot have."""
@@ -210,9 +196,9 @@ class TrainConfig(ExpertOptions):
 
         found = trained_configuration(path)
         object.__setattr__(self, "encoder_decoder", found.is_encoder_decoder)
+        object.__setattr__(self, "model_rows", found.vocab_size)
         sizes = {
             "hidden": found.hidden_size, "layers": num_layers(found), "heads": found.num_attention_heads,
-            "vocabulary": found.vocab_size,
         }  # fmt: skip
         usual = {item.name: item.default for item in fields(self)}
         for name, size in sizes.items():
@@ -254,7 +240,7 @@ class TrainConfig(ExpertOptions):
     def given(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
         usual = {item.name: item.default for item in fields(self)}
-        usual |= {"heads": self.default_heads, "sub_batches": self.default_sub_batches}
+        usual |= {"heads": self.default_heads}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
@@ -266,7 +252,7 @@ class TrainConfig(ExpertOptions):
     @property
     def default_sub_batches(self) -> int:
         """Default sub-batches for the micro-batch size of a replica; 1 without tensor parallelism, 0 to measure."""
-        if self.schedule == AUTO_SCHEDULE:
+        if self.schedule == AUTO:
             return 0
         if not self.beyond_tensor_parallel:
             return super().default_sub_batches
@@ -276,10 +262,7 @@ class TrainConfig(ExpertOptions):
     @property
     def rows(self) -> int:
         """Vocabulary size, padded. UsageError for an unavailable tokenizer, or one with more tokens."""
-        tokenizer = load_tokenizer(self.tokenizer)
-        if self.vocabulary:
-            require_rows(tokenizer, self.vocabulary, "vocabulary", "leave it out, or give a smaller tokenizer")
-        return self.vocabulary or -(-tokenizer.size // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        return self.model_rows or -(-load_tokenizer(self.tokenizer).size // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     @property
     def wires(self) -> dict[str, str | None]:
@@ -289,20 +272,17 @@ class TrainConfig(ExpertOptions):
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
-        schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
-        return self.learning_rate * rate_factor(self.learning_rate_schedule, schedule, step)
+        return self.learning_rate * rate_factor(self.learning_rate_schedule, self.steps, self.warmup, step)
 
     def corpus(self) -> Corpus | Instructions:
         """Open the training corpus. UsageError where it cannot be read."""
         tokenizer = load_tokenizer(self.tokenizer)
         if self.data is not None and self.model is not None and Instructions.is_at(Path(self.data)):
             return Instructions(Path(self.data), tokenizer)
-        return open_corpus(self.data, tokenizer, self.text_column)
+        return open_corpus(self.data, tokenizer)
 
     def _require_survival(self) -> None:
         """Check options of checkpoints, restarts and bad losses that need no file access."""
-        if 0 < self.spike <= 1:
-            raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
         if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
             every = self.checkpoint_every
             what = f"checkpoint_every {every}" if every else f"resume {self.resume!r}"
@@ -323,8 +303,6 @@ class TrainConfig(ExpertOptions):
             require_new_trace(self.record_loads, new=self.resume is None and not self.resumes_newest)
         if self.tensorboard is not None:
             require_tensorboard(self.tensorboard, new=self.resume is None and not self.resumes_newest)
-        if self.wandb is not None:
-            require_wandb(self.wandb)
         corpus = self.corpus()
         for split in ("train", "validation"):
             self.samples(corpus, split, step=0, batch=1)
@@ -369,12 +347,13 @@ def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
     """Raise UsageError, naming the field, unless plan and configuration agree."""
-    if config.model is None and not (isinstance(plan.model, ModelShape) and plan.model.is_gpt and plan.model.tied):
+    sizes = plan.model.sizes
+    if config.model is None and not (sizes is not None and sizes.is_gpt and sizes.tied):
         raise UsageError(
             f"plan: its model {plan.model.name!r} is not the built-in GPT; give the model's configuration as --model"
         )
     for name, size in ({"experts": 0} | _sizes(plan)).items():
-        if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
+        if getattr(config, name) != size:
             raise UsageError(
                 f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {flag_of(name)}, or "
                 "make a plan for it"
@@ -384,13 +363,13 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
             f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
             "--precision, or plan for that"
         )
-    remedy = "plan for its tokens by --vocabulary, or give a smaller tokenizer"
+    remedy = "plan for its tokens by oases plan --vocabulary, or give a smaller tokenizer"
     require_rows(load_tokenizer(config.tokenizer), plan.model.vocabulary, "plan: a vocabulary of", remedy)
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:
-    """Options set by a plan. The expert schedule is not compared: the plan holds its text."""
-    names = ["hidden", "layers", "sequence", "vocabulary"] + ["heads"] * isinstance(plan.model, ModelShape)
+    """Options set by a plan."""
+    names = ["hidden", "layers", "sequence"] + ["heads"] * (plan.model.sizes is not None)
     found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
-    experts = {} if plan.experts is None else asdict(plan.experts)
-    return found | {name: value for name, value in experts.items() if name != "expert_schedule"}
+    names = ["experts", "top_k", "expert_hidden", "balance_weight", "placement"]
+    return found if plan.experts is None else found | {name: getattr(plan.experts, name) for name in names}

@@ -17,6 +17,7 @@ import oases.records as records
 from oases.errors import UsageError
 from oases.files import read_text
 from oases.limits import short
+from oases.moved import REMOVED
 
 _ALL = "oases train --write-config lists all"
 _WIDTH = 100
@@ -87,7 +88,7 @@ def _of_yaml(path: Path, text: str, kind: type[Any]) -> dict[str, Any]:
             line = f"{where}, line {key.start_mark.line + 1}"
             name = key.value if isinstance(key, yaml.ScalarNode) else None
             if name not in known:
-                raise UsageError(f"{line}: {records.unknown(key.value, known, _ALL)}")
+                raise UsageError(f"{line}: {_unknown(key.value, known)}")
             if name in given:
                 raise UsageError(f"{line}: {name} is given twice; leave one out")
             given[name] = _value(loader, node, f"{line}: {name}")
@@ -100,6 +101,12 @@ def _of_yaml(path: Path, text: str, kind: type[Any]) -> dict[str, Any]:
     except RecursionError as error:
         raise UsageError(f"{where} is nested too deeply; give lines such as 'hidden: 512'") from error
     return given
+
+
+def _unknown(name: object, known: Sequence[str]) -> str:
+    """Error message for a field that is not known, or not any more."""
+    gone = REMOVED.get(str(name))
+    return records.unknown(name, known, _ALL) if gone is None else f"{name} is no option any more: {gone}"
 
 
 def _value(loader: _Loader, node: yaml.Node, where: str) -> Any:
@@ -120,7 +127,7 @@ def _of_python(path: Path, kind: type[Any]) -> dict[str, Any]:
         message = str(error)
         misspelt = re.search(r"unexpected keyword argument '(\w+)'", message)
         if misspelt:
-            message = records.unknown(misspelt.group(1), records.names_of(kind), _ALL)
+            message = _unknown(misspelt.group(1), records.names_of(kind))
         elif not isinstance(error, UsageError):
             message = f"{type(error).__name__}: {message}"
         raise UsageError(f"{where}{'' if line is None else f', line {line}'}: {message}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import os
 import sysconfig
 from abc import ABC, abstractmethod
@@ -34,19 +35,17 @@ Documents = Iterator[Iterator[str]]
 """Texts, each an iterator of pieces that are read lazily."""
 
 
-def standard_library() -> Path:
-    """Folder of the standard library's source: text that every machine has."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 class Corpus(ABC):
     """Sequence of tokens from which training and validation samples are drawn.
 
-    num_tokens: total. unit: name of a token in messages. path: source of the text.
+    path: source of the text. num_tokens: total. unit: name of a token in messages. identity: plain values that differ
+    for corpora with different batches. description: for messages.
     """
 
     path: Path
     num_tokens: int
+    identity: dict[str, Any]
+    description: str
     unit = "tokens"
 
     def __init__(self) -> None:
@@ -55,15 +54,6 @@ class Corpus(ABC):
     @abstractmethod
     def read(self, start: int, length: int) -> np.ndarray[Any, Any]:
         """Read tokens start to start + length, unsigned integers [length]."""
-
-    @abstractmethod
-    def described(self) -> str:
-        """Description for messages."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Plain values that differ for corpora with different batches."""
 
     def batch(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
         """Draw a batch: inputs and targets, int64 [batch, sequence] each; targets are shifted by one token.
@@ -86,17 +76,17 @@ class Corpus(ABC):
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def samples(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
+    def samples(self, **draw: Any) -> dict[str, Tensor]:
         """Draw a batch for a transformers model, which shifts labels itself: the inputs of `batch`, as both."""
-        tokens, _ = self.batch(split=split, step=step, batch=batch, sequence=sequence, seed=seed)
+        tokens, _ = self.batch(**draw)
         return {"input_ids": tokens, "labels": tokens}
 
-    def pairs(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
+    def pairs(self, *, sequence: int, **draw: Any) -> dict[str, Tensor]:
         """Draw a batch for an encoder-decoder: text in input_ids, the text after it in labels.
 
         int64 [batch, sequence] each. UsageError as for `batch`, whose window is twice the sequence here.
         """
-        tokens, targets = self.batch(split=split, step=step, batch=batch, sequence=2 * sequence - 1, seed=seed)
+        tokens, targets = self.batch(sequence=2 * sequence - 1, **draw)
         return {"input_ids": tokens[:, :sequence].contiguous(), "labels": targets[:, sequence - 1 :].contiguous()}
 
     def _blocks(self, split: str, window: int) -> list[tuple[int, int]]:
@@ -124,37 +114,32 @@ class TextCorpus(Corpus):
         super().__init__()
         if path is not None and not str(path):
             raise UsageError("data path '' is empty; give a text file or a folder of them")
-        self.path = Path(path) if path is not None else standard_library()
+        self.path = Path(sysconfig.get_paths()["stdlib"] if path is None else path)  # text that every machine has
         skipped = Counter[str]()
-        files = sorted(self._candidates(path is None))
-        self._files: list[Path] = []
-        self._starts: list[int] = []
-        self.num_bytes = 0
-        for file in files:
+        self.files: list[Path] = []
+        for file in sorted(self._candidates(path is None)):
             try:
-                size = file.stat().st_size
-                if not size:
-                    skipped["empty"] += 1
-                elif not _is_text(file):
-                    skipped["not UTF-8 text"] += 1
-                else:
-                    self._files.append(file)
-                    self._starts.append(self.num_bytes)
-                    self.num_bytes += size
+                fault = _fault(file)
             except OSError as error:
                 if file == self.path:
                     raise UsageError(f"data {str(file)!r} cannot be read: {error.strerror}") from error
-                skipped["unreadable"] += 1
-        self.num_tokens = self.num_bytes
-        self.skipped = dict(skipped)
-        if not self._files:
+                fault = "unreadable"
+            if fault:
+                skipped[fault] += 1
+            else:
+                self.files.append(file)
+        if not self.files:
             why = ", ".join(f"{count} {what}" for what, count in skipped.items())
-            what = (
-                f"is {next(iter(skipped))}" if self.path.is_file() else f"holds no text file ({why or 'it is empty'})"
-            )
+            what = f"holds no text file ({why or 'it is empty'})"
+            if self.path.is_file():
+                what = f"is {next(iter(skipped))}"
             raise UsageError(f"data {str(self.path)!r} {what}; give a text file or a folder of them")
+        ends = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
+        self._starts, self.num_tokens = ends[:-1], ends[-1]
+        self.identity = {"bytes": self.num_tokens}  # the field of all checkpoint formats
+        self.description = f"{len(self.files)} text files, {self.num_tokens / 1e6:.1f} MB, from {self.path}"
         # Mapped lazily in each process; a bounded cache, so that no limit on file descriptors is hit.
-        self._map = lru_cache(maxsize=64)(lambda index: np.memmap(self._files[index], np.uint8, mode="r"))
+        self._map = lru_cache(maxsize=64)(lambda index: np.memmap(self.files[index], np.uint8, mode="r"))
 
     def _candidates(self, library: bool) -> Iterator[Path]:
         if not self.path.exists():
@@ -171,37 +156,17 @@ class TextCorpus(Corpus):
         if error.filename == str(self.path):
             raise UsageError(f"data path {str(self.path)!r} cannot be read: {error.strerror}") from error
 
-    @property
-    def num_files(self) -> int:
-        """Text files found."""
-        return len(self._files)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Size in bytes, the field of all checkpoint formats."""
-        return {"bytes": self.num_bytes}
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the files' paths, sizes and modification times."""
-        return stamp(self._files)
-
-    def described(self) -> str:
-        """Description, e.g. "3 text files, 1.2 MB, from docs"."""
-        return f"{self.num_files} text files, {self.num_bytes / 1e6:.1f} MB, from {self.path}"
-
     def documents(self) -> Documents:
         """Text of each file. UsageError for a file that is not UTF-8 beyond its first bytes."""
-        return (_pieces(file) for file in self._files)
+        return (_pieces(file) for file in self.files)
 
     def read(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Read bytes start to start + length, uint8 [length]."""
         pieces = []
         index = bisect_right(self._starts, start) - 1
         while length > 0:
-            mapped = self._map(index)
             offset = start - self._starts[index]
-            piece = mapped[offset : offset + length]
+            piece = self._map(index)[offset : offset + length]
             pieces.append(piece)
             start, length, index = start + len(piece), length - len(piece), index + 1
         return np.concatenate(pieces)
@@ -235,13 +200,12 @@ def _pieces(file: Path) -> Iterator[str]:
         yield rest
 
 
-def _is_text(file: Path) -> bool:
+def _fault(file: Path) -> str:
+    """Why a file is no text; empty for text."""
     with file.open("rb") as stream:
         head = stream.read(4096)
-    if b"\0" in head:
-        return False
     try:
-        head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
-    return True
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may go on behind the head
+    except UnicodeDecodeError:
+        return "not UTF-8 text"
+    return "" if head and b"\0" not in head else "not UTF-8 text" if head else "empty"

@@ -90,7 +90,7 @@ def run_demo(config: TrainConfig) -> dict[str, Any]:
 def _bench_config(config: TrainConfig) -> OverlapConfig:
     sizes = {name: getattr(config, name) for name in ("hidden", "layers", "heads", "sequence", "batch")}
     return OverlapConfig(
-        **sizes, sub_batches=config.sub_batches, schedules=",".join(SCHEDULES), iterations=5,
+        **sizes, schedules=",".join(SCHEDULES), iterations=5,
         device=config.device, seed=config.seed,
     )  # fmt: skip
 

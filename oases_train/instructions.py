@@ -57,15 +57,12 @@ class Instructions:
             "tokenizer": tokenizer.fingerprint,
         }
         """Plain values that differ for data with different batches."""
+        self.description = f"{len(self._examples)} prompts with responses from {path}"
 
     @staticmethod
     def is_at(path: Path) -> bool:
         """Whether a file is named as JSON Lines."""
         return path.suffix == ".jsonl"
-
-    def described(self) -> str:
-        """Description, e.g. "1000 prompts with responses from tuning.jsonl"."""
-        return f"{len(self._examples)} prompts with responses from {self.path}"
 
     def samples(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
         """Draw a batch: input_ids, labels (prompts are ignored) and position_ids, int64 [batch, sequence] each.

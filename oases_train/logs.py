@@ -1,4 +1,4 @@
-"""Logs of a run: JSON Lines with one line per step, TensorBoard, and Weights & Biases. A resumed run appends."""
+"""Logs of a run: JSON Lines with one line per step, and TensorBoard. A resumed run appends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import json
 import math
 import os
 import stat
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oases.errors import UsageError, make_folder
-from oases.files import parse_json, read_lines, read_text, unwritable, write_text
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from oases.files import parse_json, read_lines, unwritable
 
 TAGS = {
     "seconds": "speed/step_seconds",
@@ -34,16 +29,14 @@ TAGS = {
     "dropped": "experts/dropped_slots",
     "saved_seconds": "experts/modelled_seconds_saved",
 }
-"""Tags of values in TensorBoard and Weights & Biases; others are train/NAME."""
+"""Tags of values in TensorBoard; others are train/NAME."""
 _FLUSH_SECONDS = 10
 _REMEDY = "give a new file, or one that --step-log wrote"
 
 
 def last_logged_step(path: str | Path) -> int:
     """Last step in a log; 0 for an empty or missing file. UsageError for a file that is not a step log."""
-    path = Path(path)
-    _require_log(path)
-    return _last(path, None)[0] if path.is_file() else 0
+    return _last(Path(path), math.inf)[0]
 
 
 class StepLog:
@@ -54,11 +47,9 @@ class StepLog:
 
     def __init__(self, path: str | Path, steps_done: int) -> None:
         self._path = path = Path(path)
-        _require_log(path)
+        _, end = _last(path, steps_done)
         if path.is_file():
-            _, end = _last(path, steps_done)
-            with path.open("rb+") as old:
-                old.truncate(end)
+            os.truncate(path, end)
         try:
             self._file = path.open("a", encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
@@ -87,25 +78,23 @@ class StepLog:
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._file.close()  # writes again what is left in its buffer
         except OSError as failed:
-            if error is None:
+            if kind is None:
                 raise unwritable("step log", self._path, failed) from failed
 
 
-def _require_log(path: Path) -> None:
+def _last(path: Path, steps: float) -> tuple[int, int]:
+    """Last step up to `steps`, and the offset where its line ends; zeros without a file.
+
+    An incomplete last line is ignored. UsageError for a file that is not a step log.
+    """
+    last, end = 0, 0
     if path.exists() and not path.is_file() and not path.is_char_device():
         raise UsageError(f"step log {str(path)!r} is neither a file nor a terminal; give the path of a file")
-
-
-def _last(path: Path, steps: int | None) -> tuple[int, int]:
-    """Last step up to `steps`, and the offset where its line ends. An incomplete last line is ignored."""
-    last, end = 0, 0
-    for number, line in read_lines(path, "step log", _REMEDY):
+    for number, line in read_lines(path, "step log", _REMEDY) if path.is_file() else ():
         if not line.endswith(b"\n"):
             break
         where = f"step log {str(path)!r}, line {number}"
@@ -113,7 +102,7 @@ def _last(path: Path, steps: int | None) -> tuple[int, int]:
         step = found.get("step") if isinstance(found, dict) else None
         if type(step) is not int or not 0 <= step < 2**63:
             raise UsageError(f"{where} is not a step of a run; {_REMEDY}")
-        if steps is not None and step > steps:
+        if step > steps:
             break
         last, end = step, end + len(line)
     return last, end
@@ -131,17 +120,6 @@ def require_tensorboard(folder: str, *, new: bool) -> None:
         raise UsageError(f"tensorboard {folder!r} holds the curves of another run; give a new folder")
 
 
-def require_wandb(project: str) -> None:
-    """Raise UsageError unless a run can be logged to this project of Weights & Biases."""
-    if not project.strip():
-        raise UsageError("wandb '' names no project; give its name")
-    if importlib.util.find_spec("wandb") is None:
-        raise UsageError(
-            f"wandb {project!r} needs the package wandb, which is not installed; pip install wandb, or use "
-            "--tensorboard DIR or --step-log FILE"
-        )
-
-
 def scalars_of(values: Mapping[str, Any]) -> dict[str, float]:
     """Numeric values of a step by tag, and its overlap by stack, layer, collective and pass; others are left out."""
     overlap = {
@@ -156,36 +134,6 @@ def scalars_of(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class WandbRun:
-    """Run of a project at Weights & Biases, for one process of a run.
-
-    kept: file for the run's id; None where no run can be resumed. earlier: such a file of the run that is resumed,
-    if any. config: values to show. Steps that a resumed run repeats are dropped there: they have the same losses.
-    """
-
-    def __init__(self, project: str, kept: Path | None, earlier: Path | None, config: Mapping[str, Any]) -> None:
-        import wandb  # type: ignore[import-not-found,unused-ignore]  # not always installed
-
-        run = uuid.uuid4().hex
-        if earlier is not None and earlier.is_file():
-            run = read_text(earlier, "id of a run at wandb", "remove it, and a new run begins").strip()
-        self._run = wandb.init(project=project, id=run, resume="allow", config=dict(config))
-        if kept is not None:
-            write_text(kept, run + "\n", "id of a run at wandb")
-
-    def write(self, *, step: int, **values: Any) -> None:
-        """Log `scalars_of` a step."""
-        self._run.log(scalars_of(values), step=step)
-
-    def __enter__(self) -> WandbRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run.finish(exit_code=0 if kind is None else 1)
-
-
 class Scalars:
     """TensorBoard writer into `folder`, for one process of a run.
 
@@ -196,23 +144,20 @@ class Scalars:
     def __init__(self, folder: str | Path, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always installed
 
-        self._writer: SummaryWriter = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(folder), purge_step=steps_done + 1, flush_secs=_FLUSH_SECONDS
-        )
+        make: Any = SummaryWriter
+        self._writer = make(str(folder), purge_step=steps_done + 1, flush_secs=_FLUSH_SECONDS)
 
     def write(self, *, step: int, **values: Any) -> None:
         """Add `scalars_of` a step."""
         for tag, value in scalars_of(values).items():
-            self._writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(tag, value, step)
 
-    def flush(self) -> None:
+    def sync(self) -> None:
         """Write out buffered events, so that a run resumed from a checkpoint finds all steps before it."""
-        self._writer.flush()  # type: ignore[no-untyped-call]
+        self._writer.flush()
 
     def __enter__(self) -> Scalars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()

@@ -9,28 +9,23 @@ Causal masking is not subtracted, and recomputation is not counted (Narayanan et
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
 
-from oases.checkpoint.metadata import Metadata
 from oases.core.execution.executor import synchronize
-from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.core.execution.group import ProcessGroup, group_size
 from oases.distributed.collectives import all_reduce
-from oases.plans.plan import Plan, Prediction
+from oases.plans.plan import Plan
 from oases.reporting import Report, Seconds, StepOverlap
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
 from oases.terminal import table
-from oases_train.config import TrainConfig
-from oases_train.load_balance import LoadBalance, StepLoadBalance
+from oases_train.load_balance import StepLoadBalance
 from oases_train.meter import Meter, StepParts
-from oases_train.step_check import StepCheck
 
 _MATMUL = {"cpu": 512, "cuda": 8192}
 _SECONDS = 0.03
@@ -97,15 +92,13 @@ class Peak:
     source: str
 
     @staticmethod
-    def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None, given: float = 0.0) -> Peak:
+    def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None) -> Peak:
         """Peak of the ranks' devices. Collective over all ranks.
 
-        given: FLOP/s of one rank; 0: from the data sheet of a known GPU, else measured with matmuls on all ranks at
-        once, for some 30 ms. dtype: of the model's matmuls.
+        From the data sheet of a known GPU, else measured with matmuls on all ranks at once, for some 30 ms. dtype: of
+        the model's matmuls.
         """
         ranks, name = group_size(process_group), str(dtype).removeprefix("torch.")
-        if given:
-            return Peak(ranks * given, f"{ranks} x {given:.4g} FLOP/s, as given")
         known = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
         if known:
             return Peak(ranks * known, f"{ranks} x {known:.4g} FLOP/s in {name}, from its data sheet")
@@ -130,158 +123,101 @@ def _reached(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / best
 
 
-@dataclass(frozen=True)
-class Comparison:
+def compare(plan: Plan, ranks: Sequence[StepParts]) -> dict[str, Row] | None:
     """Predicted and measured seconds of a step: in all, compute, exposed communication, bubble, optimizer.
 
-    Exposed communication, bubble and optimizer are maxima over the ranks, as in a plan; compute is the rest.
+    None for a plan without a prediction. Exposed communication, bubble and optimizer are maxima over the ranks, as in
+    a plan; compute is the rest.
     """
-
-    parts: dict[str, Row]
-
-    @staticmethod
-    def of(plan: Plan, measured: Sequence[StepParts]) -> Comparison | None:
-        """Compare a plan's prediction, None without one, with the measured steps of all ranks."""
-        if plan.prediction is None:
-            return None
-        predicted = _predicted(plan.prediction)
-        found = _measured(measured)
-        return Comparison(
-            {
-                name: {
-                    "predicted_seconds": seconds,
-                    "measured_seconds": found[name],
-                    "ratio": _ratio(seconds, found[name]),
-                }
-                for name, seconds in predicted.items()
-            }
-        )
-
-
-def _predicted(found: Prediction) -> dict[str, float | None]:
-    optimizer = found.optimizer_seconds
-    rest = found.step_seconds - found.exposed_seconds - found.bubble_seconds - (optimizer or 0.0)
+    found = plan.prediction
+    if found is None:
+        return None
+    here = _parts(
+        *(max(getattr(each, name) for each in ranks) for name in ("seconds", "exposed", "bubble", "optimizer"))
+    )
+    there = _parts(found.step_seconds, found.exposed_seconds, found.bubble_seconds, found.optimizer_seconds)
     return {
-        "step": found.step_seconds,
-        "compute": None if optimizer is None else rest,
-        "exposed communication": found.exposed_seconds,
-        "bubble": found.bubble_seconds,
-        "optimizer": optimizer,
+        name: {
+            "predicted_seconds": predicted,
+            "measured_seconds": measured,
+            "ratio": None if predicted is None or not measured else predicted / measured,
+        }
+        for (name, predicted), measured in zip(there.items(), here.values(), strict=True)
     }
 
 
-def _measured(ranks: Sequence[StepParts]) -> dict[str, float | None]:
-    step, exposed, bubble, optimizer = (
-        max(getattr(parts, name) for parts in ranks) for name in ("seconds", "exposed", "bubble", "optimizer")
-    )
-    rest = step - exposed - bubble - optimizer
+def _parts(step: float, exposed: float, bubble: float, optimizer: float | None) -> dict[str, float | None]:
+    rest = None if optimizer is None else step - exposed - bubble - optimizer
     return {
         "step": step, "compute": rest, "exposed communication": exposed, "bubble": bubble, "optimizer": optimizer,
     }  # fmt: skip
 
 
-def _ratio(predicted: float | None, measured: float | None) -> float | None:
-    return None if predicted is None or not measured else predicted / measured
-
-
-def _is_logged(config: TrainConfig) -> bool:
-    return any(each is not None for each in (config.step_log, config.tensorboard, config.wandb))
-
-
-class Training(Protocol):
-    """Run as reports, logs and checkpoints see it; documented in `oases_train.trainer.Trainer`."""
-
-    config: TrainConfig
-    plan: Plan
-    group: ProcessGroup | None
-    device: torch.device
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    meter: Meter
-    balance: LoadBalance | None
-    step_check: StepCheck
-    steps_done: int
-    gradient_norm: float
-    evaluations: dict[int, float]
-    resumed: Path | None
-
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
-
-    def overlap(self) -> Report:
-        """Overlap so far."""
-
-    def checkpoint_metadata(self) -> Metadata:
-        """Metadata of a checkpoint of the current state."""
-
-    def settle(self) -> None:
-        """Apply pending updates before a checkpoint."""
-
-    def unlock(self) -> None:
-        """Let other runs have the checkpoint folder."""
+def step_flops(plan: Plan) -> float:
+    """Model FLOPs of a training step, see the module; with experts, of those that a token is routed to."""
+    model, experts = plan.model, plan.experts
+    found = model.step_flops(plan.global_batch)
+    if experts is None:
+        return found
+    width = experts.top_k * (experts.expert_hidden or 4 * model.hidden) + experts.shared_hidden
+    used = 2 * model.hidden * width + experts.experts * model.hidden
+    return found + 6.0 * model.layers * (used - 8 * model.hidden**2) * plan.global_batch * model.sequence
 
 
 class Reporter:
-    """Step reports of a trainer. Constructor and `report` are collectives over all ranks.
+    """Step reports of a run. Constructor, `report` and `summary` are collectives over all ranks.
 
-    watched: whether this rank wants reports. If no rank does and no log is written, a step has no extra collective.
+    meter: of the run's steps. dtype: of the model's matmuls. wanted: whether this rank wants reports; if no rank
+    does, a step has no extra collective. overlap: overlap so far, on the rank that writes logs.
     """
 
-    def __init__(self, trainer: Training, *, watched: bool) -> None:
-        config = trainer.config
-        self.trainer = trainer
-        asked = torch.tensor([float(watched)], device=trainer.device)
-        self.watched = _is_logged(config) or bool(
-            all_reduce(asked, trainer.group, "whether steps are reported", largest=True).item()
-        )
-        self.tokens = config.batch * config.sequence
-        self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
+    def __init__(
+        self, plan: Plan, meter: Meter, dtype: torch.dtype, *, wanted: bool, overlap: Callable[[], Report] | None
+    ) -> None:
+        self.plan, self.meter = plan, meter
+        asked = torch.tensor([float(wanted)], device=meter.device)
+        self.watched = bool(all_reduce(asked, meter.process_group, "whether steps are reported", largest=True).item())
+        self.tokens = plan.global_batch * plan.model.sequence
+        self.flops = step_flops(plan)
         """Model FLOPs per step."""
-        self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
-        logs = group_rank(trainer.group) == 0 and _is_logged(config)
-        self._overlap = StepOverlap(trainer.overlap) if logs else None
-        trainer.meter.reset()
+        self.peak = Peak.of(meter.device, dtype, meter.process_group)
+        self._overlap = None if overlap is None else StepOverlap(overlap)
+        meter.reset()
 
-    def report(self, loss: float) -> StepReport | None:
-        """Report of the trainer's last step; None if no rank wants one. loss: of the step."""
+    def report(self, **values: Any) -> StepReport | None:
+        """Report of the last step; None if no rank wants one. values: fields that are not measured here."""
         if not self.watched:
             return None
-        trainer, step = self.trainer, self.trainer.steps_done
-        ranks = trainer.meter.all_ranks(trainer.meter.last)
+        ranks = self.meter.all_ranks(self.meter.last)
         seconds = max(rank.seconds for rank in ranks)
         return StepReport(
-            step=step,
-            loss=loss,
-            learning_rate=trainer.learning_rate(step - 1),
-            gradient_norm=trainer.gradient_norm,
+            **values,
             seconds=seconds,
-            tokens_per_second=self.tokens / seconds,
-            flops_per_second=self.flops / seconds,
-            utilisation=self.flops / seconds / self.peak.flops_per_second,
+            **self._rates(seconds),
             memory_bytes=round(max(rank.memory_bytes for rank in ranks)),
             exposed=sum(rank.exposed / rank.seconds for rank in ranks) / len(ranks),
             bubble=sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks),
-            skipped=step - 1 in trainer.step_check.skipped,
-            validation_loss=trainer.evaluations.get(step),
-            balance=None if trainer.balance is None else trainer.balance.last,
             overlap=None if self._overlap is None else self._overlap.take(),
         )
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the steps (NaN without steps), and the plan's prediction. Collective over all ranks."""
-        meter, plan = self.trainer.meter, self.trainer.plan
-        ranks = meter.all_ranks(meter.medians())
+        """Medians over the steps (NaN without steps), and the plan's prediction."""
+        ranks = self.meter.all_ranks(self.meter.medians())
         step = max(rank.seconds for rank in ranks) or float("nan")
-        comparison = Comparison.of(plan, ranks)
         return {
             "step_seconds": step,
-            "tokens_per_second": self.tokens / step,
-            "flops_per_second": self.flops / step,
-            "utilisation": self.flops / step / self.peak.flops_per_second,
-            "peak_flops": {"flops_per_second": self.peak.flops_per_second, "source": self.peak.source},
+            **self._rates(step),
+            "peak_flops": asdict(self.peak),
             "memory_bytes": round(max(rank.memory_bytes for rank in ranks)),
-            "prediction": None if comparison is None else comparison.parts,
-            "balance": None if self.trainer.balance is None else self.trainer.balance.summary(),
+            "prediction": compare(self.plan, ranks),
+        }
+
+    def _rates(self, seconds: float) -> dict[str, Any]:
+        flops = self.flops / seconds
+        return {
+            "tokens_per_second": self.tokens / seconds,
+            "flops_per_second": flops,
+            "utilisation": flops / self.peak.flops_per_second,
         }
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp import parallelize
+from oases.autotp.configuration import configuration, configured_model, read_configuration
 from oases.core.execution.group import ProcessGroup
 from oases.distributed.mesh import Mesh
 from oases.distributed.messages import StageMessages
 from oases.errors import UsageError
-from oases.graph.trace.configuration import configuration, configured_model, read_configuration
 from oases.layers.loss import IGNORED
 from oases.plans.plan import Plan
 from oases_train.adapters import add_adapters

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from oases.core.execution.dtensors import local_of
 from oases.core.execution.executor import Context
 from oases.core.execution.group import ProcessGroup, group_size
 from oases.distributed.collectives import all_reduce
-from oases.distributed.fsdp import local
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.mesh import Mesh
 from oases.distributed.messages import StageMessages
@@ -125,7 +125,7 @@ class GPTStage:
         losses = self.run.run(self._forward(samples, len(samples)), self._average)
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after averaging: first and last stage sum averaged gradients
-            all_reduce(local(tied.grad), self.mesh.embedding_group, "tied embeddings")
+            all_reduce(local_of(tied.grad), self.mesh.embedding_group, "tied embeddings")
         if self.mesh.num_stages == 1:
             return self._over_replicas(torch.stack(losses).sum())
         return self._on_all_stages(losses)

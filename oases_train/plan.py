@@ -6,21 +6,22 @@ import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from oases.autotp.configuration import configured_model, read_configuration
+from oases.autotp.costs import trace_configuration
 from oases.core.dtypes import AUTO_LOSSY, WIRES
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, recomputed_layers
 from oases.errors import UsageError
-from oases.graph.trace import trace_configuration
-from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.models.options import Degrees, require_bytes, sizes_of
 from oases.moe.placement import owner_ranks
 from oases.plans.balance import balanced_starts
 from oases.plans.check import check
-from oases.plans.layered import LayeredModel, Model
+from oases.plans.gpt import gpt
+from oases.plans.layered import Model
 from oases.plans.pipelines import chunks_of, parts_on
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.schedule_files import read_schedule
-from oases.plans.shape import ModelShape
 from oases_train.config import TrainConfig, require_fit
 from oases_train.data import Corpus
 from oases_train.instructions import Instructions
@@ -78,7 +79,19 @@ class Run:
                 f"{what} with a vocabulary of {plan.model.vocabulary} and a batch of {plan.global_batch} over "
                 f"{plan.world} ranks",
             )
-        return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
+        return config.check_files(self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Model sizes that must match to load a checkpoint."""
+        found, experts = sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}, self.plan.experts
+        if experts is None:
+            return found
+        return found | {
+            "experts": experts.experts, "top_k": experts.top_k,
+            "expert_hidden": experts.expert_hidden or 4 * self.config.hidden,
+            "shared_hidden": experts.shared_hidden, "gate": experts.gate, "expert_bias": experts.bias_update_rate > 0,
+        }  # fmt: skip
 
 
 def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
@@ -117,7 +130,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     do not match the ranks, for more stages than layers, indivisible batch or experts, and an unknown schedule.
     """
     degrees, model = resolve_degrees(config, ranks), _model_of(config)
-    if not isinstance(model, LayeredModel):
+    if model.sizes is not None:
         config.require_degree(degrees.tensor)
     elif not model.fits_degree(degrees.tensor):
         fits = [degree for degree in range(1, model.heads + 1) if model.heads % degree == 0]
@@ -143,7 +156,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         each = f", each with {chunks} model chunks," if chunks > 1 else ""
         raise UsageError(
             f"{degrees}: {degrees.pipeline} stages{each} are more than the {layers} layer{'s' * (layers > 1)}; give "
-            f"fewer stages{'' if isinstance(model, LayeredModel) else ' or more --layers'}"
+            f"fewer stages{'' if model.sizes is None else ' or more --layers'}"
         )
     share = degrees.data * config.micro_batches
     if config.batch % share:
@@ -152,9 +165,9 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
             f"{degrees.data} replicas; give a multiple of {share} as --batch"
         )
     cuts = [-(-layers * part // num_parts) for part in range(num_parts + 1)]
-    if isinstance(model, LayeredModel):
+    if model.sizes is None:
         cuts = [0, *balanced_starts(_layer_flops(model), num_parts), layers]
-    borders = [2 * layer if isinstance(model, ModelShape) else model.first_block(layer) for layer in cuts]
+    borders = [model.first_block(layer) for layer in cuts]
     segments = [
         _segment(config, last_layer - first_layer, last - first, degrees.tensor)
         for (first_layer, last_layer), (first, last) in zip(
@@ -165,7 +178,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     if config.batch // share < most:
         raise UsageError(
             f"{config.batch // share} samples of a micro-batch on a replica cannot be split into {most} sub-batches; "
-            f"raise --batch to {most * share}, or lower --sub-batches or --micro-batches"
+            f"raise --batch to {most * share}, name a schedule with fewer (oases@2), or lower --micro-batches"
         )
     return Plan(
         model=model,
@@ -180,31 +193,29 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         zero=config.zero,
         fsdp=config.fsdp,
         pipeline=pipeline,
-        experts=config.plan_experts,
+        experts=config.plan_experts(config.schedule),
     )
 
 
 def _model_of(config: TrainConfig) -> Model:
-    """Shape of the built-in GPT, or the traced layers of a transformers model."""
+    """The built-in GPT, or the traced layers of a transformers model."""
     if config.model is not None:
         return trace_configuration(config.model, sequence=config.sequence, dtype=config.precision)
-    return ModelShape(
-        config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
-    )
+    return gpt(config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision)
 
 
 def _require_planned(path: str, plan: Plan) -> None:
     """Raise UsageError, before ranks start, for a plan whose traced model has other parameters than `path`'s."""
     made = configured_model(read_configuration(Path(path), "--model"))
     found = sum(parameter.numel() for parameter in made.parameters())
-    if isinstance(plan.model, LayeredModel) and found != plan.model.num_parameters:
+    if plan.model.sizes is None and found != plan.model.num_parameters:
         raise UsageError(
             f"plan: its model {plan.model.name} has {plan.model.num_parameters} parameters, --model {path!r} has "
             f"{found}; make a plan for this one by oases plan --model {path}"
         )
 
 
-def _layer_flops(model: LayeredModel) -> list[float]:
+def _layer_flops(model: Model) -> list[float]:
     """FLOPs of each layer; the last one has the head's, too."""
     found = [
         sum(sum(model.matmul_flops(kind, 1, 1)) for kind in model.layer_kinds[each]) for each in model.layer_order
@@ -220,12 +231,12 @@ def _segment(config: TrainConfig, layers: int, blocks: int, tensor: int) -> Segm
     if config.experts:  # experts have a schedule of their own
         return Segment(blocks, tensor, "sync", 1, again)
     if name in GENERATORS and (not count or count.isdecimal()):
-        sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
+        sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.default_sub_batches
         config.require_batch(sub_batches, name)
         return Segment(blocks, tensor, name, sub_batches, again, config.sequence_parallel)
     made = config.schedule_or_auto(config.schedule, num_blocks=blocks)
     if isinstance(made, str):
-        return Segment(blocks, tensor, AUTO, config.sub_batches, again, config.sequence_parallel)
+        return Segment(blocks, tensor, AUTO, config.default_sub_batches, again, config.sequence_parallel)
     again = recomputed_layers(made.recomputed_blocks, blocks)
     text = format_schedule(made)
     return Segment(blocks, tensor, text, made.num_sub_batches, again, config.sequence_parallel)
@@ -245,7 +256,7 @@ def least_bytes(plan: Plan) -> dict[str, int]:
         for _ in range(segment.num_blocks):
             kind = model.kind_of(number)
             number += 1
-            if kind == "mlp" and plan.experts is not None:
+            if plan.experts is not None and model.block(kind).name == "mlp":
                 blocks += model.state_bytes(plan.experts.layer_parameters(model.hidden), 1)
                 continue
             held = model.state_bytes(
@@ -260,10 +271,10 @@ def least_bytes(plan: Plan) -> dict[str, int]:
     tokens = plan.global_batch * model.sequence // plan.micro_batches
     return {
         "blocks (--hidden, --layers)": blocks,
-        "the embedding (--vocabulary, --sequence)": first_and_last * plan.stage_ranks * table,
+        "the embedding (--tokenizer, --sequence)": first_and_last * plan.stage_ranks * table,
         "activations (--batch, --sequence)": activations,
         # Of the loss's numbers in float32, with the logits that they are computed from.
-        "logits (--batch, --sequence, --vocabulary)": tokens * model.vocabulary * (model.element_bytes + 4),
+        "logits (--batch, --sequence, --tokenizer)": tokens * model.vocabulary * (model.element_bytes + 4),
     }
 
 

@@ -1,12 +1,9 @@
-"""Check of every step for non-finite losses or gradients and for loss spikes."""
+"""Check of every step for non-finite losses or gradients."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
-from collections import deque
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -17,10 +14,6 @@ from oases.errors import UsageError
 
 Policy = Literal["stop", "skip", "off"]
 POLICIES: tuple[Policy, ...] = ("stop", "skip", "off")
-RECENT = 32
-"""Number of recent losses whose median is the baseline for spikes."""
-ENOUGH = 8
-"""Minimum number of losses before spikes are detected."""
 
 
 class LossError(UsageError):
@@ -30,15 +23,11 @@ class LossError(UsageError):
 class StepCheck:
     """Check, with the same outcome on all ranks, whether a step may update the weights.
 
-    policy: stop raises LossError, skip drops the step's gradients, off disables the check. spike: a loss above this
-    multiple of the median of recent losses counts as bad; 0: only non-finite values do. recent: losses before a
-    resumed run.
+    policy: stop raises LossError, skip drops the step's gradients, off disables the check.
     """
 
-    def __init__(self, policy: Policy, spike: float, recent: Iterable[float] = ()) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy: Policy = policy
-        self.spike = spike
-        self.recent = deque(recent, maxlen=RECENT)
         self.skipped: list[int] = []
         """Steps skipped in this process."""
 
@@ -53,7 +42,6 @@ class StepCheck:
             return True
         bad = torch.tensor([float(bool(self._fault(loss, norm)))], device=device)
         if not all_reduce(bad, process_group, "bad loss", largest=True).item():
-            self.recent.append(loss)
             return True
         what = self._fault(loss, norm) or f"the loss {loss:.4g} or the gradient is bad on another rank"
         if self.policy == "stop":
@@ -70,8 +58,4 @@ class StepCheck:
             return f"the loss is {loss}"
         if not math.isfinite(norm):
             return f"the norm of the gradient is {norm}"
-        if self.spike and len(self.recent) >= ENOUGH:
-            usual = statistics.median(self.recent)
-            if loss > self.spike * usual:
-                return f"the loss jumps to {loss:.4g}, more than {self.spike:g} times {usual:.4g}"
         return ""

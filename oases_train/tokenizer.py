@@ -22,14 +22,9 @@ _MOST_BYTES = 2**29
 class Bytes:
     """Byte-level tokenizer: every UTF-8 byte is a token; documents end with a line break."""
 
-    name = "bytes"
+    name = fingerprint = "bytes"
     size = BYTES
     end: int | None = 10
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal tokenizations."""
-        return "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
         """Tokens of each text, array-like."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,31 +20,19 @@ from oases_train.tokenizer import AnyTokenizer, Bytes, require_package
 
 _AT_ONCE = 16 * PIECE_CHARACTERS
 """Characters per tokenizer call: enough to use all its threads."""
-
-
-class Source(Protocol):
-    """Source of non-empty texts. fingerprint: differs for different texts."""
-
-    path: Path
-    num_bytes: int
-
-    @property
-    def fingerprint(self) -> str: ...  # noqa: D102
-
-    def documents(self) -> Documents: ...  # noqa: D102
-
-    def described(self) -> str: ...  # noqa: D102
+_COLUMN = "text"
+"""Column of a dataset with the text."""
 
 
 class Dataset:
-    """Dataset saved by `save_to_disk` of `datasets`; its `train` split, if it has splits. column: with the text.
+    """Dataset saved by `save_to_disk` of `datasets`: its column `text`, of its `train` split if it has splits.
 
     UsageError where the package is not installed, and where the folder or the column cannot be read.
     """
 
-    def __init__(self, path: Path, column: str) -> None:
+    def __init__(self, path: Path) -> None:
         library = require_package("datasets", f"data {str(path)!r}", "pip install datasets")
-        self.path, self._column = path, column
+        self.path = path
         try:
             found = library.load_from_disk(str(path))
         except (OSError, ValueError) as error:
@@ -55,14 +43,14 @@ class Dataset:
                     f"data {str(path)!r} has the splits {', '.join(found)}, and no train; give the folder of one"
                 )
             found = found["train"]
-        if column not in found.column_names:
+        if _COLUMN not in found.column_names:
             raise UsageError(
-                f"data {str(path)!r} has no column {column!r}; give one of {', '.join(found.column_names)} as "
-                "--text-column"
+                f"data {str(path)!r} has no column {_COLUMN!r}; rename one of {', '.join(found.column_names)} to it "
+                "(rename_column of datasets), and save it again"
             )
-        self._rows = found.select_columns([column])
-        self._files = sorted(file for file in path.rglob("*") if file.is_file())
-        self.num_bytes = sum(file.stat().st_size for file in self._files)
+        self._rows = found.select_columns([_COLUMN])
+        self.files = sorted(file for file in path.rglob("*") if file.is_file())
+        self.description = f"{len(self._rows)} texts from {path}"
 
     @staticmethod
     def is_at(path: Path) -> bool:
@@ -71,23 +59,14 @@ class Dataset:
             (path / name).is_file() for name in ("dataset_info.json", "state.json")
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the files' paths, sizes and modification times, and the column."""
-        return stamp(self._files) + self._column
-
-    def described(self) -> str:
-        """Description, e.g. "1000 texts from corpus"."""
-        return f"{len(self._rows)} texts from {self.path}"
-
     def documents(self) -> Documents:
         """Text of each row. UsageError for a row that is not text."""
         for batch in self._rows.iter(batch_size=256):
-            for text in batch[self._column]:
+            for text in batch[_COLUMN]:
                 if not isinstance(text, str):
                     raise UsageError(
-                        f"data {str(self.path)!r}: column {self._column!r} holds a {type(text).__name__}, not text; "
-                        "give the column of the text as --text-column"
+                        f"data {str(self.path)!r}: column {_COLUMN!r} holds a {type(text).__name__}, not text; "
+                        "rename the column with the text to it (rename_column of datasets)"
                     )
                 if text:
                     yield iter((text,))
@@ -100,12 +79,13 @@ class TokenCorpus(Corpus):
     and tokenizer, read it. The file appears by a rename, once complete.
     """
 
-    def __init__(self, source: Source, tokenizer: AnyTokenizer) -> None:
+    def __init__(self, source: TextCorpus | Dataset, tokenizer: AnyTokenizer) -> None:
         super().__init__()
         self.path, self._source, self._tokenizer = source.path, source, tokenizer
         kinds = ((2**8, np.uint8), (2**16, np.uint16), (2**32, np.uint32))
         self._kind = np.dtype(next(kind for most, kind in kinds if tokenizer.size <= most))
-        key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:32]
+        texts = stamp(source.files) + (_COLUMN if isinstance(source, Dataset) else "")
+        key = hashlib.sha256(f"{texts} {tokenizer.fingerprint}".encode()).hexdigest()[:32]
         self.file = cache_path().parent / "tokens" / f"{key}.{self._kind.name}"
         """Cache file of the tokens, unsigned integers in native byte order."""
         if not self.file.is_file():
@@ -122,17 +102,10 @@ class TokenCorpus(Corpus):
             raise UsageError(f"data {str(self.path)!r} has no tokens; give more text")
         self._tokens = np.memmap(self.file, self._kind, mode="r")
         self.num_tokens = len(self._tokens)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Number of tokens, and the tokenizer's fingerprint."""
-        return {"tokens": self.num_tokens, "tokenizer": self._tokenizer.fingerprint}
-
-    def described(self) -> str:
-        """Description, e.g. "2.1 million tokens of 3 text files, 8.3 MB, from docs, by gpt2"."""
-        return (
-            f"{self.num_tokens / 1e6:.2f} million tokens of {self._source.described()}, by {self._tokenizer.name} "
-            f"({self._tokenizer.size} tokens)"
+        self.identity = {"tokens": self.num_tokens, "tokenizer": tokenizer.fingerprint}
+        self.description = (
+            f"{self.num_tokens / 1e6:.2f} million tokens of {source.description}, by {tokenizer.name} "
+            f"({tokenizer.size} tokens)"
         )
 
     def read(self, start: int, length: int) -> np.ndarray[Any, Any]:
@@ -141,18 +114,17 @@ class TokenCorpus(Corpus):
 
     def _write(self) -> None:
         aside = self.file.with_name(f".{self.file.name}.part")  # of one process at a time, under the lock
+        end = [] if self._tokenizer.end is None else [self._tokenizer.end]
+        size = max(1, sum(file.stat().st_size for file in self._source.files))
         try:
             with aside.open("wb") as out, progress("tokenizing, %", 100, not console.quiet) as advance:
-                done = shown = 0
+                done = 0
                 for texts, ends in _batched(self._source.documents()):
                     for tokens, last in zip(self._tokenizer.encode(texts), ends, strict=True):
                         np.asarray(tokens, self._kind).tofile(out)
-                        if last and self._tokenizer.end is not None:
-                            np.asarray([self._tokenizer.end], self._kind).tofile(out)
+                        np.asarray(end * last, self._kind).tofile(out)
                     done += sum(len(text) for text in texts)
-                    while shown < min(99, 100 * done // max(1, self._source.num_bytes)):
-                        shown += 1
-                        advance(shown)
+                    advance(min(99, 100 * done // size))
                 advance(100)
                 out.flush()
                 os.fsync(out.fileno())
@@ -161,14 +133,14 @@ class TokenCorpus(Corpus):
             aside.unlink(missing_ok=True)
 
 
-def open_corpus(data: str | None, tokenizer: AnyTokenizer, column: str = "text") -> Corpus:
-    """Open the corpus at `data`. column: text column of a dataset.
+def open_corpus(data: str | None, tokenizer: AnyTokenizer) -> Corpus:
+    """Open the corpus at `data`.
 
     data: a text file, a folder of them, or a saved dataset; None: this Python's standard library. UsageError where it
     cannot be read, or needs a package that is not installed.
     """
     if data and Dataset.is_at(Path(data)):
-        return TokenCorpus(Dataset(Path(data), column), tokenizer)
+        return TokenCorpus(Dataset(Path(data)), tokenizer)
     text = TextCorpus(data)
     return text if isinstance(tokenizer, Bytes) else TokenCorpus(text, tokenizer)
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 from numpy.typing import ArrayLike
 
+import oases.records as records
 from oases.errors import UsageError
 from oases.files import parse_json, read_lines, unwritable
-from oases.limits import short
 from oases.moe.placement import Integers, checked_counts
 
 KIND = "oases loads"
 _REMEDY = "record one with --record-loads"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Line of a trace: counts [expert, device] of a layer in a step."""
+
+    step: Annotated[int, records.Number(least=0)]
+    layer: Annotated[int, records.Number(least=0)]
+    counts: Any
 
 
 class Recorder:
@@ -51,9 +60,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -66,12 +73,14 @@ def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
     for number, line in read_lines(path, "trace", _REMEDY):
         at = f"{where}, line {number}"
         if number == 1:
-            _require_head(line, at)
+            head = parse_json(line, at, _REMEDY)
+            if isinstance(head, dict):
+                head["format"] = head.pop("kind", None)
+            records.body(head, KIND, 1, at, _REMEDY, "a trace of loads")
             continue
         try:
-            found = parse_json(line, at, _REMEDY)
-            step, layer = (_count(found, name) for name in ("step", "layer"))
-            counts = checked_counts(found.get("counts"))
+            found = records.read(_Row, parse_json(line, at, _REMEDY), at, _REMEDY)
+            counts = checked_counts(found.counts)
         except (ValueError, TypeError, OverflowError) as error:  # of numpy, for lists of lists of something else
             if not line.endswith(b"\n"):
                 return
@@ -79,21 +88,6 @@ def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
         if shape is not None and counts.shape != shape:
             raise UsageError(f"{at}: counts of {counts.shape} after {shape}")
         shape = counts.shape
-        yield step, layer, counts
+        yield found.step, found.layer, counts
     if not number:
         raise UsageError(f"{where} is empty, so it is not a trace of loads; {_REMEDY}")
-
-
-def _require_head(line: bytes, at: str) -> None:
-    head = parse_json(line, at, _REMEDY)
-    if not isinstance(head, dict) or head.get("kind") != KIND:
-        raise UsageError(f"{at} is not a trace of loads; {_REMEDY}")
-    if head.get("version") != 1:
-        raise UsageError(f"{at} is of version {short(head.get('version'))}; this oases reads version 1")
-
-
-def _count(found: Any, name: str) -> int:
-    value = found.get(name) if isinstance(found, dict) else found
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise UsageError(f"{name} must be a whole number of at least 0, got {short(value)}")
-    return value

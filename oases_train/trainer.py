@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from oases.checkpoint.contents import choices_of, set_choices
 from oases.checkpoint.files import load
 from oases.checkpoint.lock import lock_folder
 from oases.checkpoint.metadata import Metadata
-from oases.checkpoint.state import random_streams, state
+from oases.checkpoint.state import State, random_streams, state
 from oases.checkpoint.writer import SaveError, write
 from oases.core.execution.communication import WIRE_DTYPES
 from oases.core.execution.failure import FailTogether, monitor_of
@@ -27,8 +28,7 @@ from oases.distributed.gradient_clipping import clip_grad_norm
 from oases.distributed.mesh import Mesh
 from oases.errors import SavedExit, UsageError
 from oases.models.gpt import GPT
-from oases.models.moe_gpt import MoEGPT
-from oases.models.options import sizes_of
+from oases.models.moe_gpt import MoEGPT, MoEGPTConfig
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases_train.callbacks import TrainingCallbacks
@@ -69,6 +69,8 @@ class Trainer:
         if isinstance(run, TrainConfig):
             run = Run.of(run, group_size(self.group)) if plan is None else Run(run, plan)
         self.config, self.plan = config, plan = run.config, run.plan
+        self.sizes = run.sizes
+        """Model sizes that must match to load this model's weights."""
         self.mesh = mesh or Mesh.of(plan, process_group=self.group)
         self._owns_mesh = mesh is None
         self.corpus = config.corpus()
@@ -101,7 +103,6 @@ class Trainer:
             self.model,
             config.precision,
             learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
         )
         self.steps_done = 0
         self.updates = 0
@@ -111,7 +112,7 @@ class Trainer:
         self.gradient_norm = math.nan
         """Global norm of the last step's gradient, before clipping."""
         self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
-        self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
+        self.step_check = StepCheck(cast(Policy, config.bad_loss))
         # Before anything of another run is read or removed.
         self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
         self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
@@ -126,7 +127,6 @@ class Trainer:
         require_sizes(Metadata.read(path), self.sizes, path)
         record = load(path, self.model, self.optimizer, self.group)
         self.steps_done, self.updates = record.step, record.updates
-        self.step_check.recent.extend(record.losses)
         set_choices(self.model, record.choices, self.group)
         rate = self.learning_rate(record.step)
         for each in differences(record, self._data(), _backend_of(self.group), rate):
@@ -155,7 +155,6 @@ class Trainer:
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
             random=random_streams(self.model),
-            losses=list(self.step_check.recent),
             choices=choices_of(self.model, self.group),
             backend=_backend_of(self.group),
             config=dataclasses.asdict(self.config),
@@ -165,11 +164,6 @@ class Trainer:
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0; a function of the step only, so it has no state."""
         return self.config.rate(step)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Model sizes that must match to load this model's weights."""
-        return sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}
 
     def step(self) -> float:
         """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
@@ -267,23 +261,41 @@ class Trainer:
         folder.
         """
         losses: list[float] = []
-        reporter = Reporter(self, watched=on_step is not None)
-        with TrainingCallbacks(self) as callbacks:
-            while self.steps_done < self.config.steps:
+        config, dtype = self.config, next(self.model.parameters()).dtype
+        logged = config.step_log is not None or config.tensorboard is not None
+        overlap = self.overlap if logged and group_rank(self.group) == 0 else None
+        reporter = Reporter(self.plan, self.meter, dtype, wanted=logged or on_step is not None, overlap=overlap)
+        saved = self.resumed is not None
+        callbacks = TrainingCallbacks(
+            config, self.group, self.device, self.steps_done, saved=saved, state=self._state
+        )
+        with ExitStack() as ends:
+            ends.callback(self.unlock)
+            ends.enter_context(callbacks)
+            while self.steps_done < config.steps:
                 with self._together():
                     with self.meter.step():
                         losses.append(self.step())
-                    if self.config.evaluate_every and self.steps_done % self.config.evaluate_every == 0:
+                    if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
                         self.evaluations[self.steps_done] = self.validate()
-                    report = reporter.report(losses[-1])
+                    report = reporter.report(
+                        step=self.steps_done,
+                        loss=losses[-1],
+                        learning_rate=self.learning_rate(self.steps_done - 1),
+                        gradient_norm=self.gradient_norm,
+                        skipped=self.steps_done - 1 in self.step_check.skipped,
+                        validation_loss=self.evaluations.get(self.steps_done),
+                        balance=None if self.balance is None else self.balance.last,
+                    )
                     if on_step is not None and report is not None:
                         on_step(report)
-                    callbacks.after_step(report)
-            callbacks.finish()
+                    callbacks.after_step(self.steps_done, report)
+            callbacks.finish(self.steps_done)
         with self._together("the result after {} steps"):
             return {
                 "losses": losses,
                 **reporter.summary(),
+                "balance": None if self.balance is None else self.balance.summary(),
                 "validation_loss": self._last_validation(),
                 "validation_losses": self.evaluations,
                 "overlap": self.overlap().json(),
@@ -294,13 +306,13 @@ class Trainer:
 
     def save(self, path: str) -> None:
         """Write a checkpoint, loadable with any parallel degrees and any plan."""
-        self.settle()
-        write(path, state(self.model, self.optimizer, self.group), self.checkpoint_metadata(), self.group)
+        write(path, *self._state(), self.group)
 
-    def settle(self) -> None:
-        """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""
+    def _state(self) -> tuple[State, Metadata]:
+        """Content of a checkpoint of the current state. Collective over all ranks."""
         if isinstance(self.model, MoEGPT):
-            self.model.settle()
+            self.model.settle()  # pending updates of router biases
+        return state(self.model, self.optimizer, self.group), self.checkpoint_metadata()
 
     def unlock(self) -> None:
         """Let other runs have the checkpoint folder; `train` does so at its end."""
@@ -339,11 +351,14 @@ class Trainer:
 
 def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
     """Build this rank's part of the model."""
-    rows = plan.model.vocabulary
+    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=plan.model.vocabulary)
     if plan.experts is not None:
-        mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
+        mixture = MoEGPTConfig(
+            **vars(sizes), experts=config.experts, top_k=config.top_k, expert_hidden=config.expert_hidden,
+            shared_hidden=plan.experts.shared_hidden,
+            gate="sigmoid" if plan.experts.gate == "sigmoid" else "softmax",
+        )  # fmt: skip
         return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
-    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))
 

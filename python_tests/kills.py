@@ -20,15 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from oases.cli import main as oases_main
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 
 SIZES = {
-    "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "sub-batches": 2, "warmup": 2,
+    "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "warmup": 2,
     "validation-batches": 1,
 }  # fmt: skip
 STAGES = Plan(
-    model=ModelShape(hidden=64, layers=2, heads=4, sequence=64, vocabulary=256),
+    model=gpt(hidden=64, layers=2, heads=4, sequence=64, vocabulary=256),
     world=4, ranks_per_node=4, global_batch=8, micro_batches=4, stages=(Stage((Segment(2, 2, "oases", 2, 1),)),) * 2,
     pipeline="shifted_critical_path",
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Plans for tests, of a small GPT, and their runs compared with one process on the whole batch."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from oases import TrainConfig, Trainer
 from oases.core.blocks.sharding import holders, sharded_parameters
 from oases.core.execution.group import group_rank, group_size
+from oases.plans.gpt import gpt, resized
 from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases_train.config import config_for
 
-MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
+MODEL = gpt(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH = 16
-DEEP = dataclasses.replace(MODEL, layers=4)
+DEEP = resized(MODEL, layers=4)
 
 
 EXPERTS = TrainConfig(

@@ -1,13 +1,14 @@
 """The architecture, read off the sources: floors, no circles, lines, patches, options, torch-free packages, names.
 
 Nothing of oases is imported but its root. A checker gives a list of violations, each with file, line and remedy; at
-the end each is given sources that break its rule. The numbers of LINES, PATCHES and OPTIONS only fall: raising one
-needs lowering another in the same commit.
+the end each is given sources that break its rule. The numbers of LINES and OPTIONS and the entries of PATCHES only
+fall: raising one needs lowering another in the same commit.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -22,19 +23,19 @@ EXTENSIONS = ("oases._C", "oases._svm", "oases_staged._C", "oases_svm._svm")
 """Compiled modules, below all floors."""
 
 BASE = (
-    "errors", "limits", "records", "files", "terminal", "extension", "safetensors_files", "moved", "after_import",
+    "errors", "limits", "records", "files", "terminal", "extension", "safetensors_files", "moved",
 )  # fmt: skip
 """Modules of the lowest floor, which may import those before them."""
-OLD = ("execution", "parallel", "schedule", "sparse", "train")
+OLD = ("execution", "graph", "parallel", "schedule", "sparse", "train")
 """Old names of packages and modules, which lead to the new ones (moved.py)."""
 FLOORS = (
     (*BASE, "oases_staged", "oases_svm", "svm", *OLD),
     ("core", "kernels"),
     ("plans", "testbed", "reporting"),
     ("distributed", "simulator", "oases_sparse"),
-    ("layers", "moe", "graph", "launch"),
-    ("autotp", "models", "planner", "testing"),
-    ("checkpoint", "profile", "cli.options"),
+    ("layers", "moe", "launch"),
+    ("autotp", "models", "testing"),
+    ("checkpoint", "planner", "profile", "cli.options"),
     ("oases_train", "oases_check"),
     ("oases_bench",),
     ("cli",),
@@ -53,45 +54,66 @@ APART = (("svm", "oases_svm"), ("oases_staged",))
 
 LINES = {
     "cpp_tests": 3_736,
-    "csrc": 7_619,
+    "csrc": 7_599,
     "csrc/staged": 4_819,
     "csrc/svm": 624,
-    "oases": 43_298,
-    "oases/.": 1_918,
-    "oases/autotp": 11_095,
-    "oases/checkpoint": 1_793,
-    "oases/cli": 1_573,
-    "oases/core": 5_933,
-    "oases/distributed": 4_070,
+    "oases": 42_512,
+    "oases/.": 1_772,
+    "oases/autotp": 12_007,
+    "oases/checkpoint": 1_781,
+    "oases/cli": 1_588,
+    "oases/core": 5_990,
+    "oases/distributed": 4_312,
     "oases/execution": 5,
-    "oases/graph": 1_381,
+    "oases/graph": 5,
     "oases/kernels": 305,
     "oases/launch": 767,
     "oases/layers": 1_409,
-    "oases/models": 756,
-    "oases/moe": 2_840,
+    "oases/models": 743,
+    "oases/moe": 2_835,
     "oases/parallel": 5,
-    "oases/planner": 3_360,
-    "oases/plans": 1_795,
-    "oases/profile": 1_861,
+    "oases/planner": 3_059,
+    "oases/plans": 1_757,
+    "oases/profile": 1_761,
     "oases/schedule": 5,
-    "oases/simulator": 2_084,
+    "oases/simulator": 2_062,
     "oases/sparse": 5,
-    "oases/testbed": 333,
+    "oases/testbed": 334,
     "oases/train": 5,
     "oases_check": 1_140,
-    "oases_bench": 6_490,
+    "oases_bench": 6_491,
     "oases_sparse": 1_316,
     "oases_staged": 116,
     "oases_svm": 2_067,
-    "oases_train": 4_561,
-    "python_tests": 45_847,
-    "reliability": 3_771,
+    "oases_train": 4_220,
+    "python_tests": 45_912,
+    "reliability": 3_763,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
-PATCHES = 24
-"""Most assignments to attributes of other packages' modules, classes and objects: functions replaced at run time."""
-OPTIONS = 66
+PATCHES = {
+    "oases/autotp/trace_guard.py: Tensor.register_hook": "twice: put, and put back after a trace; export "
+    "drops hooks inside of a layer without a word, and they have no point of extension (none found upstream)",
+    "oases/autotp/tools/accelerate.py: accelerator.prepare_model": "save_state writes, and gather_for_metrics reads, "
+    "one rank's part of tensor-parallel models (accelerate 1.15; no hook that a model reaches)",
+    "oases/autotp/tools/accelerate.py: parallelism._validate_accelerator": "ParallelismConfig refuses ranks on CPUs "
+    "(accelerate 1.15)",
+    "oases/autotp/tools/trainer.py: owner.?": "Trainer saves model and optimizer on the first rank alone, and loads "
+    "its optimizer everywhere (transformers 5.23: four methods)",
+    "oases/core/execution/communication.py: names._hash_ranks_to_str": "new_group names local groups by ranks and "
+    "their number, so that a name comes twice (torch 2.13)",
+    "oases/distributed/dtensors.py: DTensor.?": "four attributes: .data = changes the wrapper alone; three methods "
+    "name one piece of a _StridedShard (torch 2.13, checkpoint/planner_helpers.py)",
+    "oases/distributed/guards.py: torch.nn.utils.clip_grads_with_norm_": "clips plain shards by a norm of one rank",
+    "oases/distributed/total_norm.py: clip_grad._get_total_norm": "takes plain shards for whole gradients, fails on "
+    "several meshes (pytorch issue 180346), and knows of no other stage",
+    "oases/distributed/total_norm.py: torch.nn.utils.get_total_norm": "the same function by its public name",
+}
+"""Assignments to attributes of other packages' modules, classes and objects, with the reason for each.
+
+Functions replaced at run time; at most ten. Handlers of DTensor's dispatcher (oases/distributed/dtensors.py) come on
+top.
+"""
+OPTIONS = 45
 """Most fields of TrainConfig with its bases."""
 CIRCLES = 0
 """Most circles of modules, with imports inside of functions and under TYPE_CHECKING."""
@@ -467,7 +489,8 @@ def test_no_package_has_too_many_lines():
 
 def test_few_functions_of_other_packages_are_replaced(modules):
     found = patches(modules)
-    assert len(found) <= PATCHES, "\n" + "\n".join(found)
+    assert len(found) <= 10, "\n" + "\n".join(found)
+    assert {re.sub(r":\d+:", ":", each) for each in found} == PATCHES.keys()
 
 
 def test_training_has_few_options(modules):

@@ -30,7 +30,7 @@ from oases.core.schedule import format_schedule, generate
         (["train", "--hidden", "96", "--heads", "5"], ["hidden 96", "5 heads"]),
         (["train", "--tp", "0"], ["--tp", "got 0"]),
         (["train", "--schedule", "oases", "--batch", "1"], ["batch of 1", "2 sub-batches", "--batch"]),
-        (["train", "--schedule", "oases", "--batch", "3", "--sub-batches", "4"], ["batch of 3", "4 sub-batches"]),
+        (["train", "--schedule", "oases@4", "--batch", "3"], ["batch of 3", "4 sub-batches"]),
         (["train", "--schedule", "nosuch"], ["'nosuch'", "fine_grained, oases"]),
         (["bench", "gpu"], ["sees none", "where there is one"]),
         (["bench", "overlap", "--dtype", "int8"], ["'int8'", "bfloat16"]),
@@ -52,7 +52,7 @@ from oases.core.schedule import format_schedule, generate
         (["train", "--backend", "sim:alpha=99999999999s,bandwidth=1gbit"], ["alpha", "out of range"]),
         (["train", "--hidden", "192", "--heads", "3", "--tp", "3"], ["vocabulary 256", "degrees that do: 1\n"]),
         (["train", "--hidden", "1000000", "--heads", "2"], ["1000000", "GB for blocks"]),
-        (["train", "--sub-batches", "4000"], ["4000 sub-batches"]),
+        (["train", "--schedule", "oases@4000"], ["4000 sub-batches"]),
         (["train", "--schedule", "x" * 300], ["xxx"]),
         (["train", "--data", ""], ["data path ''"]),
         (["train", "--json", "/tmp"], ["'/tmp' is a folder"]),
@@ -148,7 +148,7 @@ def test_help_shows_defaults(capsys):
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "hidden size, features (default: 512)" in text
-    assert "--sub-batches N" in text
+    assert "--micro-batches N" in text
 
 
 SMALL = ["--hidden", "64", "--layers", "1", "--heads", "2", "--sequence", "32", "--batch", "4"]
@@ -189,8 +189,6 @@ def test_the_result_alone_is_on_standard_output(tmp_path, link):
         *SMALL,
         "--steps",
         "3",
-        "--print-every",
-        "1",
         "--json",
         "-",
         *link,

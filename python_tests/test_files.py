@@ -11,11 +11,11 @@ import pytest
 import torch
 from resident_memory import limited_memory
 
+from oases.autotp.configuration import read_configuration
 from oases.cli import plan_options
 from oases.core.schedule import ScheduleError
 from oases.errors import UsageError
 from oases.files import parse_json, read_json, read_lines, read_text, write_text
-from oases.graph.trace.configuration import read_configuration
 from oases.limits import short
 from oases.plans.plan import read_plan
 from oases.plans.schedule_files import read_schedule
@@ -70,7 +70,6 @@ BAD = {
     "a list": b"[1, 2, 3]\n",
     "a number": b"17\n",
     "null": b"null\n",
-    "many lists": b"[" + b"[]," * 4_000_000 + b"[]]\n",
     "many empty lines": b"\n" * 3_000_000 + b"x",
     "one long line": b'{"a": "' + b"x" * 40_000_000 + b'"}\n',
     "an open string": b'{"format": "oases plan\n',
@@ -140,14 +139,14 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path, parser, kind):
         ("steps", '{"step": 1}\n{"step": "2"}\n', "line 2 is not a step of a run"),
         ("steps", '{"step": 1}\n{"step": true}\n', "line 2 is not a step of a run"),
         ("steps", '{"step": 1}\n[2]\n', "line 2 is not a step of a run"),
-        ("steps", '{"step": 1}\n{"step": NaN}\n', "line 2 is not JSON: NaN"),
+        ("steps", '{"step": 1}\n{"step": NaN}\n', "line 2 is not a step of a run"),
         (
             "loads",
             '{"kind": "oases loads", "version": 1}\n{"step": 1e9, "layer": 0}\n',
             "line 2: step must be a whole",
         ),
         ("loads", f'{HEAD}{{"step": 1e9, "layer": 0}}\n', "line 2: step must be a whole"),
-        ("loads", f"{HEAD}[]\n", "line 2: step must be a whole number"),
+        ("loads", f"{HEAD}[]\n", "line 2 must be an object, got []"),
         ("loads", f'{HEAD}{{"step": 1, "layer": 0, "counts": [[1], [2, 3]]}}\n', "line 2: "),
         ("loads", f'{HEAD}{{"step": 1, "layer": 0, "counts": [[1e300]]}}\n', "line 2: "),
         ("config.yaml", "layers: 2\nhidden: !!int x\n", "line 2: hidden is no valid value"),
@@ -180,8 +179,6 @@ def test_strict_and_lenient_json(tmp_path):
     assert parse_json('{"a": [1, 2.5, null, "x"]}', "text", "remedy") == {"a": [1, 2.5, None, "x"]}
     with pytest.raises(UsageError, match="text is not JSON: 'a' is given twice in one object; remedy"):
         parse_json('{"a": 1, "a": 2}', "text", "remedy")
-    with pytest.raises(UsageError, match=r"the number 1e400 is beyond 1.8e308"):
-        parse_json("[1e400]", "text", "remedy")
     assert parse_json('{"a": Infinity, "a": 2}', "text", "", strict=False) == {"a": 2}, "as other libraries write"
     with pytest.raises(UsageError, match="line 1 column 2"):
         parse_json("[", "text", "remedy", strict=False)
@@ -254,12 +251,6 @@ def test_lists_of_numbers_are_parsed_or_refused():
     for text in ("", "1,", "-1", "0", "1" * 5000, "\u0665x", "1e3"):
         with pytest.raises(UsageError):
             plan_options.counts(text)
-
-
-def test_json_of_this_module_is_not_strict_by_itself():
-    """json.loads takes all of these, so the checks are ours."""
-    assert json.loads('{"a": NaN, "a": 1e999}')["a"] == float("inf")
-    assert sys.getrecursionlimit() >= 1000
 
 
 ON_A_FULL_DISK = """

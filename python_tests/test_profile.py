@@ -20,7 +20,8 @@ from oases.core.schedule import Op, generate
 from oases.errors import UsageError
 from oases.layers import OverlappedStack
 from oases.models.gpt import GPTConfig, transformer_blocks
-from oases.plans.shape import KINDS, ModelShape
+from oases.plans.gpt import gpt
+from oases.plans.shape import KINDS
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
 from oases.profile.links import TRIES, LinkBench, Probe, fitted_link, ranks_per_node, sizes
@@ -31,7 +32,7 @@ from oases.simulator.links import LinkModel, Sample, wire_bytes
 
 ALPHA, BANDWIDTH = 0.01, 2e7
 SMALL = ["--hidden", "64", "--heads", "2", "--sequence", "16", "--layers", "2", "--batch", "2", "--iterations", "1"]
-SHAPE = ModelShape(64, 2, 2, 16)
+SHAPE = gpt(64, 2, 2, 16)
 
 
 def profile(*arguments):
@@ -92,7 +93,7 @@ def test_one_process_for_all_ranks_and_more_shapes_in_one_file(tmp_path, capfd):
     assert len(both.blocks) == len(first.blocks) + 4
     assert (both.name, both.device, both.cluster) == ("mine", first.device, first.cluster)
     assert both.has_block(SHAPE, 1)
-    assert both.has_block(ModelShape(64, 2, 2, 32), 2)
+    assert both.has_block(gpt(64, 2, 2, 32), 2)
     other = json.loads(path.read_text())
     other["device"]["name"] = "abacus"
     path.write_text(json.dumps(other))

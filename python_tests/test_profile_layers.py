@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from oases.autotp.configuration import configured_model, with_layers
+from oases.autotp.costs import trace_layers
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model, with_layers
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.profile.config import ProfileConfig
 from oases.profile.links import contiguous
@@ -30,7 +30,7 @@ def measured(config):
     """Blocks and overheads of a model on this rank."""
     bench = layer_bench(config, contiguous(2))
     ends, overheads = bench.passes(2, 2)
-    return bench.blocks(1, 2), ends, overheads
+    return bench.blocks(1), ends, overheads
 
 
 @pytest.fixture(scope="module")

@@ -123,8 +123,8 @@ def test_the_plan_of_any_degrees_is_read_again_as_it_is_or_refused(
     try:
         config = TrainConfig(
             hidden=64, heads=4, sequence=16, layers=layers, batch=12 * micro, micro_batches=micro,
-            sub_batches=sub_batches, schedule=name if not experts else "oases", pipeline_schedule=how, zero=zero,
-            recompute=recompute, fsdp=fsdp, experts=experts, sequence_parallel=sequence_parallel,
+            schedule="auto" if experts or name == "auto" else f"{name}@{sub_batches}", pipeline_schedule=how,
+            zero=zero, recompute=recompute, fsdp=fsdp, experts=experts, sequence_parallel=sequence_parallel,
             degrees={"data": data, "pipeline": pipeline, "tensor": tensor},
         )  # fmt: skip
         plan = plan_from_degrees(config, data * pipeline * tensor)

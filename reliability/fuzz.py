@@ -66,10 +66,10 @@ def seeds_of(name: str) -> list[bytes]:
 
 def target_of(name: str, folder: Path) -> Callable[[bytes], None]:
     """The parser, called with an input's bytes. It raises AssertionError where what was read is not read again."""
+    from oases.autotp.configuration import read_configuration
     from oases.checkpoint.metadata import RECORD, Metadata
     from oases.cli.plan_options import counts, parse_bytes
     from oases.core.schedule import format_schedule, parse_schedule
-    from oases.graph.trace.configuration import read_configuration
     from oases.planner.recomputation import Recomputation
     from oases.plans.check import check
     from oases.plans.plan import Plan, read_plan

@@ -37,6 +37,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,13 @@ from oases.cli.plan_options import (
 from oases.errors import UsageError
 from oases.files import read_json
 from oases.limits import short
-from oases.planner.block_chain import Chain
+from oases.planner.chain import Chain, Solution, solve
 from oases.planner.memory import head_bytes, usable_bytes
-from oases.planner.milp import Solution, solve
 from oases.planner.predict import Predictor
+from oases.plans.gpt import gpt, kind_called
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, BlockKind, ModelShape
+from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
@@ -84,8 +86,8 @@ class PublishedTimes:
     samples: the whole local batch, by degree. runtime_bytes: what a degree needs besides parameters and activations.
     """
 
-    forward: Mapping[tuple[BlockKind, int], float]
-    backward: Mapping[tuple[BlockKind, int], float]
+    forward: Mapping[tuple[str, int], float]
+    backward: Mapping[tuple[str, int], float]
     all_reduce: Mapping[int, float]
     runtime_bytes: Mapping[int, float]
     samples: Mapping[int, float]
@@ -103,8 +105,8 @@ class PublishedTimes:
         runtime's memory, all of them are left out. Raises UsageError if none is left.
         """
         table = {(row["tp"], row["batch"]): row for row in rows if row["hidden"] == hidden}
-        forward: dict[tuple[BlockKind, int], float] = {}
-        backward: dict[tuple[BlockKind, int], float] = {}
+        forward: dict[tuple[str, int], float] = {}
+        backward: dict[tuple[str, int], float] = {}
         all_reduce: dict[int, float] = {}
         runtime: dict[int, float] = {}
         samples: dict[int, float] = {}
@@ -147,7 +149,7 @@ class PublishedTimes:
             return after / tp * c + min(c, self.forward[next_kind, after])
         return tp / after * self.all_reduce[after] + min(c, self.backward[next_kind, after])
 
-    def weight(self, model: ModelShape, block: int, tp: int) -> float:
+    def weight(self, model: Model, block: int, tp: int) -> float:
         """Bytes of one block: activations, and parameters with gradient and the optimizer's, five times."""
         h = model.hidden
         cut, whole = (4, 6) if KINDS[block % 2] == "attention" else (8, 7)
@@ -162,9 +164,7 @@ def objective(times: PublishedTimes, degrees: Iterable[int]) -> float:
     return nodes + sum(times.edge_seconds(i, *pair) for i, pair in enumerate(pairwise(chosen)))
 
 
-def best_degrees(
-    times: PublishedTimes, model: ModelShape, device_bytes: float, smaller_first: bool = False
-) -> Solution:
+def best_degrees(times: PublishedTimes, model: Model, device_bytes: float, smaller_first: bool = False) -> Solution:
     """The degree of every block that the published objective likes best, within the published bound of memory.
 
     device_bytes: of one device, as its driver gives them. smaller_first: no degree follows a larger one, which is
@@ -197,7 +197,7 @@ class PublishedChoice:
 
 
 def published_plan(
-    model: ModelShape, hardware: Hardware, world: int, global_batch: int, *,
+    model: Model, hardware: Hardware, world: int, global_batch: int, *,
     budget: int | None = None, degrees: Sequence[int] = (), rows: Sequence[Mapping[str, Any]] = (),
 ) -> PublishedChoice:  # fmt: skip
     """The plan that the published objective likes best: every layer computed again, one micro-batch, two sub-batches.
@@ -222,27 +222,26 @@ def published_plan(
         times = PublishedTimes.from_rows([r for r in rows if r["tp"] in possible], model.hidden, world, global_batch)
     else:
         times = _times(model, hardware, world, global_batch, possible)
+    started = perf_counter()
     found = best_degrees(times, model, hardware.device.memory_bytes if budget is None else budget / USABLE)
     runs = [(int(str(tp)), len(list(run))) for tp, run in groupby(found.states)]
     segments = tuple(Segment(count, tp, "oases", 2, (count + 1) // 2) for tp, count in runs)
     plan = Plan(model, world, hardware.ranks_per_node, global_batch, 1, (Stage(segments),))
     uniform = {tp: objective(times, [tp] * model.num_blocks) for tp in times.degrees}
-    return PublishedChoice(plan, found.cost, uniform, found.seconds)
+    return PublishedChoice(plan, found.cost, uniform, perf_counter() - started)
 
 
-def _times(
-    model: ModelShape, hardware: Hardware, world: int, global_batch: int, degrees: Sequence[int]
-) -> PublishedTimes:
+def _times(model: Model, hardware: Hardware, world: int, global_batch: int, degrees: Sequence[int]) -> PublishedTimes:
     """Times of half a replica's batch. Head and embedding replace the paper's measured runtime memory."""
     forward, backward, all_reduce, runtime, samples = {}, {}, {}, {}, {}
     for tp in degrees:
         whole = global_batch * tp / world
         for kind in KINDS:
-            times = hardware.block_times(model, kind, tp, whole / 2)
+            times = hardware.block_times(model, kind_called(kind), tp, whole / 2)
             forward[kind, tp] = times.forward_unkept + times.combine
             backward[kind, tp] = times.combine_backward + times.backward + times.weight_gradient
         all_reduce[tp] = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(whole / 2))
-        embedding = model.state_bytes(model.embedding_parameters(tp), world // tp, zero=False)
+        embedding = model.state_bytes(model.end_parameters(0, model.layers, tp), world // tp, zero=False)
         runtime[tp] = float(head_bytes(model, tp, whole) + embedding)
         samples[tp] = whole
     return PublishedTimes(forward, backward, all_reduce, runtime, samples)
@@ -336,9 +335,9 @@ def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> D
         raise UsageError(f"{where}: device {short(name)} does not state its memory; write it as 'RTX 3090 24 GiB'")
     flops = moved = 0.0
     for block in blocks:
-        shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
-        done = sum(shape.matmul_flops(block.kind, block.tp, block.samples))
-        touched = 2 * shape.kept_bytes(block.kind, block.tp, block.samples)
+        shape, kind = gpt(block.hidden, 1, block.heads, block.sequence, dtype=dtype), kind_called(block.kind)
+        done = sum(shape.matmul_flops(kind, block.tp, block.samples))
+        touched = 2 * shape.kept_bytes(kind, block.tp, block.samples)
         flops, moved = max(flops, done / block.times.forward), max(moved, touched / block.times.forward)
     words = set(re.findall(r"\w+", name.lower()))
     known = next((cluster_called(f"1x{each}")[0].device for each in known_clusters() if each in words), None)

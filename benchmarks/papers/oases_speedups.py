@@ -17,7 +17,9 @@ from math import exp, inf, log
 import numpy as np
 
 from oases.core.schedule import generate
-from oases.plans.shape import KINDS, BlockKind, ModelShape
+from oases.plans.gpt import gpt, kind_called
+from oases.plans.layered import Model
+from oases.plans.shape import KINDS
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel, Sample, fit_link
@@ -145,7 +147,7 @@ class Rates:
 class Result:
     """One model: its degree, samples of a replica, and simulated and published speed-up."""
 
-    model: ModelShape
+    model: Model
     bridges: bool
     tp: int
     samples: int
@@ -157,11 +159,11 @@ def _device(flops: float, num_bytes: float, launch: float) -> Device:
     return Device("RTX 3090", MEMORY_BYTES, {"float32": flops}, num_bytes, launch)
 
 
-def _shape(hidden: int, layers: int) -> ModelShape:
-    return ModelShape(hidden, layers, hidden // 64, 1024)
+def _shape(hidden: int, layers: int) -> Model:
+    return gpt(hidden, layers, hidden // 64, 1024)
 
 
-def _score_bytes(model: ModelShape, kind: BlockKind, tp: int, samples: float) -> float:
+def _score_bytes(model: Model, kind: str, tp: int, samples: float) -> float:
     heads = model.heads / tp if kind == "attention" else 0.0
     return samples * heads * model.sequence**2 * model.element_bytes
 
@@ -176,7 +178,7 @@ def fitted_rates() -> Rates:
     for hidden, tp, samples, *published in BLOCKS_MS:
         model = _shape(hidden, 1)
         for place, kind in enumerate(KINDS):
-            each = [unit.block_times(model, kind, tp, samples) for unit in units]
+            each = [unit.block_times(model, kind_called(kind), tp, samples) for unit in units]
             scores = _score_bytes(model, kind, tp, samples)
             rows.append([*(times.forward + times.combine for times in each), scores])
             rows.append([*(t.backward + t.weight_gradient + t.combine_backward for t in each), scores])
@@ -210,11 +212,11 @@ def hardware(bridges: bool, assumed: Assumptions) -> Hardware:
 class _Run:
     """One model on the cluster with degree `tp` and a micro-batch of `samples` on each replica."""
 
-    def __init__(self, model: ModelShape, cluster: Hardware, tp: int, samples: int, assumed: Assumptions) -> None:
+    def __init__(self, model: Model, cluster: Hardware, tp: int, samples: int, assumed: Assumptions) -> None:
         self._model, self._cluster, self._tp, self._samples = model, cluster, tp, samples
         self._assumed = assumed
-        blocks = model.layers * sum(model.block_parameters(kind, tp) for kind in KINDS)
-        self._parameters = blocks + model.embedding_parameters(tp)
+        blocks = model.layers * sum(model.block_parameters(kind_called(kind), tp) for kind in KINDS)
+        self._parameters = blocks + model.end_parameters(0, model.layers, tp)
         self._logits_bytes = samples * model.sequence * model.vocabulary / tp * model.element_bytes
 
     def seconds(self, schedule: str, sub_batches: int) -> tuple[float, float]:
@@ -223,7 +225,7 @@ class _Run:
         sizes = [
             BlockBytes(
                 model.unit_bytes(samples),
-                model.kept_bytes(kind, tp, samples) + round(2 * _score_bytes(model, kind, tp, samples)),
+                model.kept_bytes(kind_called(kind), tp, samples) + round(2 * _score_bytes(model, kind, tp, samples)),
             )
             for kind in KINDS
         ]
@@ -238,9 +240,9 @@ class _Run:
         around = self._around() if self._assumed.whole_step else 0.0
         return timeline.total_seconds + around, timeline.peak_bytes(0) + held
 
-    def _times(self, kind: BlockKind, samples: float, schedule: str) -> BlockTimes:
+    def _times(self, kind: str, samples: float, schedule: str) -> BlockTimes:
         rates = fitted_rates()
-        times = self._cluster.block_times(self._model, kind, self._tp, samples)
+        times = self._cluster.block_times(self._model, kind_called(kind), self._tp, samples)
         scores = rates.score_passes * _score_bytes(self._model, kind, self._tp, samples)
         more = scores / rates.device.bytes_per_second
         times = replace(
@@ -282,7 +284,7 @@ def _simulated(assumed: Assumptions) -> Iterator[Result]:
             yield Result(model, bridges, tp, samples, speedup, published[place])
 
 
-def _largest(model: ModelShape, cluster: Hardware, assumed: Assumptions) -> tuple[int, int, float]:
+def _largest(model: Model, cluster: Hardware, assumed: Assumptions) -> tuple[int, int, float]:
     """Degree, samples and speed-up of the largest batch that fits in the smallest degree."""
     for tp in (PER_SERVER, 2 * PER_SERVER):
         samples = assumed.most_samples

@@ -35,7 +35,7 @@ from oases.moe.dispatch import ExpertCounts, RoutingError, shard_bounds, start_c
 from oases.moe.experts import ExpertWeights
 from oases.moe.forward import ExpertForward
 from oases.moe.gradients import with_gradients
-from oases.moe.placement import Placement, require_method
+from oases.moe.placement import require_method
 from oases.moe.router import Routing
 from oases.moe.state import PlacementState, is_recomputation
 
@@ -75,10 +75,6 @@ class BalancedExperts:
     wire: WireType | None
     counts: Any = field(default=None, repr=False)
 
-    def place(self, placement: Placement | None) -> None:
-        """Fix the placement of later calls, the same on every rank; None: choose it again."""
-        self.placing.fix(placement)
-
     def together(self) -> FailTogether:
         """Context in which an exception is raised on every rank of the experts' group."""
         return FailTogether(monitor_of(group_of(self.groups.expert)), self.name, unanimous=(RoutingError,))
@@ -115,17 +111,16 @@ class TokenExchange:
             )  # fmt: skip
         if learns:
             placing.begin(None, None)
-        counts = histogram(index, state.number, check=False)
+        sent = histogram(index, state.number, check=False)
         faulty = ((index < 0) | (index >= state.number)).any()
-        routing = Routing(index, weights, counts, counts, None, None, None, faulty)
+        routing = Routing(index, weights, sent, sent, None, None, None, faulty)
         setting = placing.setting(None)
         digest = placing.state([setting], training=state.module.training, order=self._order)
         (demand,) = start_counts([routing], group, state=digest, label=state.name)()
         placing.number += learns
         self._learned = demand if learns else None
-        self.forward = ExpertForward(
-            state.mlp.run, group, demand.counts, setting.placement, x.device, state.name, state.wire
-        )
+        run, counts = state.mlp.run, demand.counts
+        self.forward = ExpertForward(run, group, counts, setting.placement, x.device, state.name, state.wire)
         return x, routing, own
 
     def sent(self) -> None:
@@ -194,25 +189,15 @@ def require_balanced(twin: nn.Module, collections: dict[str, Any]) -> None:
         )
     for name, known in collections.items():
         if known.whole:
-            fits = [n for n in range(1, known.number + 1) if known.number % n == 0]
-            remedy = (
-                f"give expert_parallel one of {', '.join(map(str, fits))}"
-                if known.mlp is not None
-                else "leave experts out"
-            )
+            fits = ", ".join(str(n) for n in range(1, known.number + 1) if known.number % n == 0)
+            remedy = "leave experts out" if known.mlp is None else f"give expert_parallel one of {fits}"
             raise UsageError(f"experts='balanced': {name} of {kind}: {known.whole}; {remedy}")
 
 
 def expert_options(
-    mesh: Any,
-    stage: Mesh | None,
-    group: ProcessGroup | None,
-    degree: int | None,
-    placement: str,
-    wire: WireType | None,
-    *,
-    sharded: bool = False,
-) -> ExpertOptions:
+    mesh: Any, stage: Mesh | None, group: ProcessGroup | None, degree: int | None, placement: str,
+    wire: WireType | None, *, sharded: bool = False,
+) -> ExpertOptions:  # fmt: skip
     """Options of balanced experts of a mesh. Collective: creates the groups.
 
     stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. sharded: with fsdp or

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.balanced import BalancedExperts, TokenExchange, state_of
+from oases.autotp.balanced import TokenExchange, state_of
 from oases.autotp.program import Program, mangled
 from oases.core.blocks.sharding import Cut
+from oases.core.execution.dtensors import read
 from oases.core.execution.group import HoldsGroup, ProcessGroup
 from oases.core.execution.piece import Leaves
 from oases.moe.dispatch import AllToAll
@@ -95,7 +96,7 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
     if source in exported.buffers:
         return layer.get_buffer(exported.buffers[source])
     if source in exported.parameters:
-        return layer.get_parameter(exported.parameters[source])
+        return read(layer.get_parameter(exported.parameters[source]))
     if source in program.walk.states:
         return state_of(layer.get_submodule(program.walk.states[source]))
     return program.constant(source, device)
@@ -153,9 +154,7 @@ class GraphBlock(HoldsGroup, nn.Module):
     def prologue(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """Activation -> activation behind what every rank computes in full, such as an attention that stays whole."""
         known = call.known(x, rest)
-        blocks = known[0].blocks
-        assert blocks is not None
-        if blocks[self.number].prologue is None:  # nothing is, with the arguments of this call
+        if known[0].blocks[self.number].prologue is None:  # nothing is, with the arguments of this call
             return x
         found: Tensor = call.read(known, self, "prologue", (x,), rest)
         return found
@@ -195,8 +194,8 @@ class BlockExchange:
     """A sub-batch of a block that sends tokens to experts; see `oases.moe.exchange_work`."""
 
     bypasses = True
-    dispatch: _Carrier
-    combine: _Carrier
+    dispatch: AllToAll
+    combine: AllToAll
     _known: Known
     _tokens: TokenExchange
 
@@ -214,7 +213,7 @@ class BlockExchange:
             run = tokens.forward
             copies = run.send_copies(own)
             rows = run.route(share, routing)
-        self.dispatch, self.combine = _Carrier(run.dispatch, state, tokens.sent), _Carrier(run.combine, state)
+        self.dispatch, self.combine, self.sent, self.together = run.dispatch, run.combine, tokens.sent, state.together
         return rows, routing.weights, *copies
 
     def compute(self, rows: Tensor, *others: Tensor) -> Tensor:
@@ -233,27 +232,3 @@ class BlockExchange:
 
     def _read(self, name: str, *given: Tensor) -> Any:
         return self._call.read(self._known, self._block, name, given, self._rest)
-
-
-class _Carrier:
-    """All-to-all of one direction, whose failure is raised on every rank of the experts' group.
-
-    meanwhile: called once what the forward pass sends is under way.
-    """
-
-    def __init__(
-        self, exchange: AllToAll, state: BalancedExperts, meanwhile: Callable[[], None] | None = None
-    ) -> None:
-        self._exchange, self._state, self._meanwhile = exchange, state, meanwhile
-
-    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> None:
-        """Start to send rows, or gradients back."""
-        with self._state.together():
-            self._exchange.start(rows, back=back, label=label)
-            if self._meanwhile is not None and not back:
-                self._meanwhile()
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent to this rank."""
-        with self._state.together():
-            return self._exchange.finish()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.fusion import fuse
-from oases.autotp.lowering import block_dropout, block_linear
+from oases.autotp.lowering import block_dropout, block_linear, fuse
 from oases.autotp.rules import is_linear
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 
@@ -45,19 +44,20 @@ class BlockPieces:
     end: fx.Node
     prologue: Piece | None = None
 
+    @property
+    def targets(self) -> list[Any]:
+        """Nodes of its partial sums."""
+        return [node.args[0] for node in self.sums]
+
     def parameters(self, names: Mapping[str, str]) -> set[str]:
         """Parameters that it reads. names: those of the layer, by placeholder."""
         before = () if self.prologue is None else self.prologue.reads
         return {names[each] for each in (*before, *self.partial.reads, *self.combine.reads) if each in names}
 
 
-def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
-    """Blocks of a layer whose first result is the next activation.
-
-    activation: name of the layer's activation placeholder. Raises UnsplittableError.
-    """
+def cut(walk: Splitter, x: fx.Node) -> list[BlockPieces]:
+    """Blocks of a layer whose first result is the next activation. x: its activation. Raises UnsplittableError."""
     graph, output = walk.graph, walk.outputs[0]
-    (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == activation)
     phases = _phases(graph)
     if not isinstance(output, fx.Node) or shape_of(output.meta["like"]) != shape_of(x.meta["like"]):
         raise UnsplittableError("its result has another shape than its activation")
@@ -76,23 +76,20 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
     return blocks
 
 
-def with_prologue(walk: Splitter, activation: str, first: BlockPieces) -> BlockPieces | None:
+def with_prologue(walk: Splitter, x: fx.Node, first: BlockPieces) -> BlockPieces | None:
     """The first block of a layer, begun behind the matmuls that every rank computes in full; None without such ones.
 
     `cut` has them in both graphs of the block: they run twice, and their gradients are partial sums. Behind another
     block of a stack they run once, between the two blocks.
     """
     graph = walk.graph
-    (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == activation)
-    phases = _phases(graph)
     later = [each.args[0] for each in graph.nodes if each.target is reduce]
-    begin = _waist(graph, x, [*later, first.end, walk.outputs[0]], phases, 0)
+    begin = _waist(graph, x, [*later, first.end, walk.outputs[0]], _phases(graph), 0)
     inside = ancestors([begin], {x}) - {x}
     if not any(node.target is block_linear or is_linear(node) for node in inside):
         return None
-    targets = [node.args[0] for node in first.sums]
     return BlockPieces(
-        piece_between(graph, x, [begin], targets), piece_between(graph, x, [begin, *first.sums], [first.end]),
+        piece_between(graph, x, [begin], first.targets), piece_between(graph, x, [begin, *first.sums], [first.end]),
         begin, first.sums, first.end, piece_between(graph, x, [x], [begin]),
     )  # fmt: skip
 
@@ -126,11 +123,10 @@ def is_random(node: fx.Node) -> bool:
     return node.target is block_dropout or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def other_results(walk: Splitter, activation: str) -> list[Any]:
+def other_results(walk: Splitter, x: fx.Node) -> list[Any]:
     """The layer's other results: a Piece where one depends on the activation's shape alone (a table of position
     biases), ABSENT where it depends on its values, the constant itself where it is one.
     """
-    (x,) = (node for node in walk.graph.nodes if node.op == "placeholder" and node.target == activation)
     found: list[Any] = []
     for out in walk.outputs[1:]:
         if not isinstance(out, fx.Node):
@@ -162,12 +158,8 @@ def _waist(graph: fx.Graph, x: fx.Node, later: list[Any], phases: dict[fx.Node, 
             continue
         if shape_of(like) != shape or like.meta["val"].dtype != dtype or node in later:
             continue
-        earlier = [
-            each
-            for each in ancestors(later, {node})
-            if each is x or (each.target is reduce and phases[each] <= phase)
-        ]
-        if not earlier:
+        others = ancestors(later, {node})
+        if not any(each is x or (each.target is reduce and phases[each] <= phase) for each in others):
             return node
     raise UnsplittableError(f"more than one tensor is needed after its sum {phase}")
 
@@ -201,8 +193,7 @@ def piece_between(
     each length where the layer does. calls: functions and arguments to call in place of nodes'. apart: return the
     targets as a tuple.
     """
-    joined = given[1:] if len(given) > 2 else []
-    made, values = _copied(graph, x, targets, given, joined=joined, length=length)
+    made, values = _copied(graph, x, targets, given, length)
     for node, (function, arguments) in (calls or {}).items():
         values[node].target, values[node].args = function, fx.map_arg(arguments, values.__getitem__)
     found = [values[each] for each in targets]
@@ -216,21 +207,15 @@ def piece_between(
 
 
 def _copied(
-    graph: fx.Graph,
-    x: fx.Node,
-    targets: Iterable[Any],
-    given: list[fx.Node],
-    joined: list[fx.Node] | None = None,
-    length: Any = None,
+    graph: fx.Graph, x: fx.Node, targets: list[Any], given: list[fx.Node], length: Any = None
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Separate graph that computes the targets from given values, its first inputs, and from placeholders.
 
-    joined: given values that arrive concatenated along their last dimension. length: see `piece_between`.
+    length: see `piece_between`.
     """
-    targets = list(targets)
     needed = ancestors(targets, set(given))
     made = fx.Graph()
-    values = _arrived(made, given, joined or [])
+    values = _arrived(made, given)
     inside = [node for node in graph.nodes if node in needed]
     sized = {node.args[0] for node in inside if _is_size(node) and not _counts(node, length)} - {x}
     for node in graph.nodes:  # placeholders first, whatever the order of the layer's graph
@@ -252,13 +237,13 @@ def _copied(
     return made, values
 
 
-def _arrived(made: fx.Graph, given: list[fx.Node], joined: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Values of the nodes that are given, by placeholders of a new graph."""
-    values = dict[fx.Node, fx.Node]()
-    for place, node in enumerate(each for each in given if each not in joined):
+def _arrived(made: fx.Graph, given: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Values of the given nodes, by placeholders of a new graph. Several sums arrive as one, concatenated."""
+    values, joined = dict[fx.Node, fx.Node](), given[1:]
+    for place, node in enumerate(given if len(joined) < 2 else given[:1]):
         values[node] = made.placeholder(f"given_{place}")
         values[node].meta.update(node.meta)
-    if joined:
+    if len(joined) > 1:
         whole = made.placeholder("given_1")
         parts = made.call_function(torch.split, (whole, [shape_of(node.meta["like"])[-1] for node in joined], -1))
         for place, node in enumerate(joined):

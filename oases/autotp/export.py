@@ -7,6 +7,7 @@ control flow, buffers changed in forward) UnsplittableError gives the reason.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oases.autotp.backward_code import code_of_backward
+from oases.autotp.as_run import CallCounter, traced_as_run
 from oases.autotp.cache import call_layer, is_layer_cache
 from oases.autotp.rewrites import (
     differentiable_copies,
@@ -28,10 +29,9 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
-from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, unrecorded
+from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, code_of_backward, unrecorded
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
-from oases.graph.trace.as_run import CallCounter, traced_as_run
 
 
 class UnsplittableError(Exception):
@@ -197,28 +197,16 @@ def running_without_data() -> Iterator[None]:
         yield
 
 
-class _WatchedCall(nn.Module):
-    """A layer called with its arguments as two trees, whose order export keeps.
+class _Call(nn.Module):
+    """A layer called with its arguments as two trees, whose order export keeps. call: the layer, or around it."""
 
-    changed: gets the names of the attributes and arguments that the call changes; export puts attributes back.
-    """
-
-    def __init__(self, layer: nn.Module, changed: list[str], counter: CallCounter) -> None:
+    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer = layer
-        self.changed = changed
-        self.counter = counter
+        self.layer, self.call = layer, call
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of the layer."""
-        return call_layer(self._watched, args, kwargs)
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        assigned, changed = assigned_attributes(self.layer), changed_arguments(args, kwargs)
-        with self.counter:
-            result = self.layer(*args, **kwargs)
-        self.changed.extend([*assigned(), *changed()])
-        return result
+        return call_layer(self.call, args, kwargs)
 
 
 def export(
@@ -233,17 +221,23 @@ def export(
     """
     kwargs = dict(sorted(kwargs.items()))
     args, kwargs = pytree.tree_map(_apart, (args, kwargs))
-    shapes = None if varying is None else pytree.tree_map_only(Tensor, varying, (args, kwargs))
-    if shapes is not None:  # leaves other than tensors have no shape to vary
-        shapes = pytree.tree_map(
-            lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
-        )
+    shapes = None
+    if varying is not None:  # leaves other than tensors have no shape to vary
+        shapes = pytree.tree_map(lambda leaf: varying(leaf) if isinstance(leaf, Tensor) else None, (args, kwargs))
     changed, counter = list[str](), CallCounter()
-    call = _WatchedCall(layer, changed, counter)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        """Result of the layer; notes what it changes, of which export puts attributes back."""
+        assigned, items = assigned_attributes(layer), changed_arguments(args, kwargs)
+        with counter:
+            result = layer(*args, **kwargs)
+        changed.extend([*assigned(), *items()])
+        return result
+
     try:
         with quiet(), unrecorded(layer), traced_as_run(layer), code_of_backward() as lost:
             program = torch.export.export(
-                call,
+                _Call(layer, watched),
                 (args, kwargs),
                 strict=False,
                 dynamic_shapes=None if shapes is None else {"args": shapes[0], "kwargs": shapes[1]},
@@ -284,10 +278,6 @@ def _apart(value: Any) -> Any:
         return value
     with _FAKE:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _is_dimensions(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, int) for key in value)
 
 
 def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
@@ -367,21 +357,20 @@ def _guards(graph: fx.Graph) -> tuple[Any, ...]:
     return ()
 
 
+_TOLD = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "export", "_subclasses.fake_tensor")
+"""Modules of torch that log what callers handle."""
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress export's warnings on lengths of one and on meta tensors, which callers handle."""
-    import logging
-
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    others = [logger, logging.getLogger("torch._export.non_strict_utils"), logging.getLogger("torch.export")]
-    others.append(logging.getLogger("torch._subclasses.fake_tensor"))
-    levels = [each.level for each in others]
-    for each in others:
-        each.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in (logging.getLogger(f"torch.{name}") for name in _TOLD)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in zip(others, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +13,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut
+from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
+from oases.distributed.dtensors import is_tensor_parallel
 from oases.distributed.mesh import run_of
 from oases.distributed.shard_map import ModelTensor, TensorShard, tensors_of_model
 from oases.errors import UsageError
 
 
 def gather_state(
-    model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    to: torch.device | str = "cpu",
+    process_group: ProcessGroup | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over (name, full tensor) of the model's state, on device `to`. Collective: all ranks iterate.
 
     The first rank of process_group gets the tensors with the names, shapes and types of the original model; a tied
     tensor comes under each of its names. Other ranks get None. Tensors are not kept after they are yielded.
-    process_group: all ranks of the model; None: those of its mesh, or the default group.
+    process_group: all ranks of the model; None: those of its mesh, or the default group. wanted: whether to gather a
+    tensor, by any of its names.
     """
     group = run_of(model, process_group)
     first, wire = group_rank(group) == 0, GatherBuffers()
     for tensor in tensors_of_model(model, group):
+        if not any(map(wanted, tensor.names)):
+            continue
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=to) if first else None
         for row, block in gather_blocks(tensor, group, wire):
             if whole is not None and block is not None:
@@ -87,19 +96,22 @@ def _gather_shards(
     shard: TensorShard, root: int, leads: bool, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Blocks of a full tensor on global rank `root`, None on the other ranks of its group."""
-    local = shard.tensor.detach()
-    if hasattr(local, "full_tensor"):  # FSDP shards it again: gathered on all replicas
-        local = local.full_tensor()
+    local, cut = shard.tensor.detach(), shard.cut
+    if is_tensor_parallel(local) and local.device_mesh.ndim == 1:  # type: ignore[attr-defined]
+        local = shard.part
+    elif is_dtensor(local):  # FSDP shards it again: gathered on all replicas
+        cut = None if is_tensor_parallel(local) else cut
+        local = local.full_tensor()  # type: ignore[attr-defined]
     local = local.reshape(local.shape or (1,))
-    if shard.cut is None or shard.process_group is None:
+    if cut is None or shard.process_group is None:
         for row in range(0, shard.rows, shard.block_rows) if leads else ():
             yield row, local[row : row + shard.block_rows]
     elif root not in dist.get_process_group_ranks(shard.process_group):
         return
-    elif shard.cut.dim == 0:
-        yield from _rows(local, shard, shard.cut, shard.process_group, root, wire)
+    elif cut.dim == 0:
+        yield from _rows(local, shard, cut, shard.process_group, root, wire)
     else:
-        yield from _columns(local, shard, shard.cut, shard.process_group, root, wire)
+        yield from _columns(local, shard, cut, shard.process_group, root, wire)
 
 
 def _rows(

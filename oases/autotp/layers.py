@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oases.autotp.as_run import masks_as_run
+from oases.autotp.configuration import sample_inputs
 from oases.autotp.export import leaves, running_without_data, without_data
 from oases.autotp.trace_guard import assigned_attributes, changed_arguments
 from oases.errors import UsageError
-from oases.graph.trace.as_run import masks_as_run
-from oases.graph.trace.configuration import sample_inputs
 
 Ops = tuple[str, ...]
 """Ops of one layer call, in order, each with its arguments; tensors by where they came from."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
-from oases.autotp.preconditions import checkpoints
+from oases.autotp.local_weights import LocalWeights
+from oases.autotp.tools.recomputation import checkpoints
 from oases.core.blocks.randomness import default_generators
+from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.failure import begin_call, is_sampled
 from oases.core.execution.group import (
     ProcessGroup,
@@ -47,6 +49,9 @@ class ModelHooks:
         self._before: list[list[tuple[torch.Generator, Tensor]]] = []
         self._filled = False
         self._parameters: BlockParameters | None = None
+        self._plain: set[str] | None = None
+        self.weights = LocalWeights(())
+        """Local tensors that modules outside of layers read in a forward pass."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
         """Hooks of a copied model."""
@@ -65,6 +70,9 @@ class ModelHooks:
 
     def begin(self, model: nn.Module) -> None:
         """Register the hooks on the model."""
+        named = dict(model.named_parameters())
+        plain = {name for name, each in named.items() if not is_dtensor(each)}
+        self._plain = plain if len(plain) < len(named) else None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         watch_passes(model, self._group_now)
@@ -91,6 +99,7 @@ class ModelHooks:
             generators = default_generators(next(model.parameters()).device)
             self._before.append([(generator, generator.get_state()) for generator in generators])
             torch.manual_seed(self._next_seed())
+        self.weights.put()
         return args, kwargs
 
     def _require_right_time(self, model: nn.Module) -> None:
@@ -122,6 +131,7 @@ class ModelHooks:
         tensors = {name: value for name, value in sorted(given.items()) if isinstance(value, Tensor)}
         if self._parameters is None or not self._parameters.current:
             self._parameters = BlockParameters(model)
+            self._refuse_others(self._parameters)
         trained, digest = self._parameters.form
         form: list[Any] = [
             "computation of gradients", torch.is_grad_enabled(), "training mode", model.training,
@@ -134,7 +144,18 @@ class ModelHooks:
         sampled = [*tensors.values()] if is_sampled(self._number) else None
         begin_call(group, type(model).__name__, tuple(form), sampled)
 
+    def _refuse_others(self, now: BlockParameters) -> None:
+        """Raise UsageError for plain parameters that came since `parallelize`, as those of adapters."""
+        plain = {name for name, each in zip(now.names, now.parameters, strict=True) if not is_dtensor(each)}
+        new = set() if self._plain is None else plain - self._plain
+        if new:
+            raise UsageError(
+                f"{min(new)} came after parallelize(), which shards parameters and averages their gradients; "
+                "add it before, as model = get_peft_model(model, config), then oases.parallelize(model)"
+            )
+
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
+        self.weights.put_back()
         if self._before:
             for generator, state in self._before.pop():
                 generator.set_state(state)

@@ -1,8 +1,8 @@
 """Op table: how each aten op maps the dimensions of its arguments to those of its results.
 
 Dimensions of one call that run together have one letter, as in an einsum. Three clients ask the same rows: `splitter`
-follows the sharded dimension, `tokens` that of the sequence, and `samples` reads along which lengths an op relates
-elements.
+follows the sharded dimension, `tokens` that of the sequence, and for that of the batch reads along which lengths an
+op relates elements.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def keyword(node: fx.Node, name: str, default: Any) -> Any:
-    """Keyword argument of a node."""
-    return node.kwargs.get(name, default)
+def argument(node: fx.Node, place: int, name: str = "", default: Any = None) -> Any:
+    """Argument of a node by its place or name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def value_in(node: Any) -> Any:
@@ -117,7 +117,7 @@ def lengths_in(node: Any) -> tuple[Any, ...]:
 
 def expression(length: Any) -> Any:
     """A dynamic length's expression; others themselves."""
-    return length.node.expr if isinstance(length, torch.SymInt) else length
+    return length.node.expr if isinstance(length, (torch.SymInt, torch.SymFloat)) else length
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
@@ -192,10 +192,6 @@ def _several(node: fx.Node, letters: Letters) -> list[Letters]:
     return [letters] * (len(found) if isinstance(found, (list, tuple)) else 1)
 
 
-def _given(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 def _numbers(dims: Any, rank: int) -> list[int]:
     """Dimensions from the end; all for None."""
     if dims is None or isinstance(dims, bool) or dims == []:  # bool: std(unbiased)
@@ -243,13 +239,13 @@ def _of_length_one(node: fx.Node) -> Dims:
     letters = list(_letters(found[0]))
     given, rank = [(each, tuple(letters)) for each in found], len(letters)
     if name in ("unsqueeze", "stack"):
-        letters.insert(int(_given(node, 1, "dim", 0)) % (rank + 1), "new")
+        letters.insert(int(argument(node, 1, "dim", 0)) % (rank + 1), "new")
     elif name == "view_as_real":
         letters.append("new")
     elif name == "view_as_complex":
         return Dims(given, [tuple(letters[:-1])], {-1: "runs along"})
     else:
-        ones = [d for d in _numbers(_given(node, 1, "dim", None), rank) if lengths_in(found[0])[d] == 1]
+        ones = [d for d in _numbers(argument(node, 1, "dim", None), rank) if lengths_in(found[0])[d] == 1]
         letters = [each for each in letters if each not in ones]
     return Dims(given, [tuple(letters)])
 
@@ -261,7 +257,7 @@ def _repeated(node: fx.Node) -> Dims:
     if name_of(node) == "repeat":
         result = tuple(range(-len(times), 0))
         return Dims([(x, letters)], [result], {at: "repeats" for at in result if times[at] != 1})
-    dim = _given(node, 2, "dim", None)
+    dim = argument(node, 2, "dim", None)
     if not isinstance(times, int) or dim is None:
         return Dims([(x, letters)], None)
     return Dims([(x, letters)], [letters], {_numbers(dim, len(letters))[0]: "repeats"})
@@ -273,7 +269,7 @@ def _along(node: fx.Node) -> Dims:
     if others and name in _PLACES:  # the larger one of two
         return _element_wise(node)
     letters, default = _letters(x), -1 if name in _LAST else None if name in ("roll", *_PLACES) else 0
-    dims = _given(node, (_PLACES | _TAKES)[name], "dim", node.kwargs.get("dims", default))
+    dims = argument(node, (_PLACES | _TAKES)[name], "dim", node.kwargs.get("dims", default))
     along = _numbers(dims, len(letters))
     fewer = tuple(each for each in letters if each not in along)
     effect: Effect = "cuts or joins" if name in _TAKES else "runs along"

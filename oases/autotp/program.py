@@ -13,18 +13,17 @@ from torch import Tensor, fx, nn
 
 from oases.autotp.cutting import BlockPieces, Piece, with_prologue
 from oases.autotp.export import Exported, UnsplittableError
-from oases.autotp.fusion import fuse
-from oases.autotp.lowering import GroupRank, lower
-from oases.autotp.samples import relation_of_samples
+from oases.autotp.lowering import GroupRank, fuse, lower
 from oases.autotp.splitter import Splitter
-from oases.autotp.token_pieces import (
+from oases.autotp.tokens import (
     ExpertPieces,
     SubBatchPieces,
     TokenPieces,
     expert_pieces,
+    relation_of_samples,
     sub_batch_pieces,
     token_pieces,
-)
+)  # fmt: skip
 from oases.errors import UsageError
 
 _Pieces = TypeVar("_Pieces", TokenPieces, SubBatchPieces, ExpertPieces | None)
@@ -36,17 +35,16 @@ _Length = int | tuple[Any, float, float]
 class Program:
     """Graphs of one rank for one call signature and a range of shapes.
 
-    blocks: graphs of the stack's blocks. other_results: see `cutting.other_results`. module: the whole layer with its
-    all-reduces, made on first use.
+    activation: leaf of a call that is the layer's activation, -1 for none. blocks: graphs of the stack's blocks; none
+    where it cannot be cut, for `reason`. other_results: see `cutting.other_results`.
     """
 
     walk: Splitter
-    activation: int | None
+    activation: int
     tp: GroupRank
-    blocks: list[BlockPieces] | None
+    blocks: list[BlockPieces]
     other_results: list[Any] = field(default_factory=list)
     reason: str = ""
-    _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
     _readings: dict[tuple[int, str], Any] = field(default_factory=dict, repr=False)
     _accepted: dict[Any, bool] = field(default_factory=dict, repr=False)
@@ -61,12 +59,14 @@ class Program:
         """Index among a call's leaves of each placeholder that represents one."""
         return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
 
+    @property
+    def _x(self) -> fx.Node:
+        return self.walk.given(self.exported.inputs[self.activation])
+
     @cached_property
     def behind(self) -> Program | None:
         """The program of a layer that follows another one, with a prologue between them; None where it has none."""
-        assert self.blocks is not None
-        assert self.activation is not None
-        first = with_prologue(self.walk, str(self.exported.inputs[self.activation]), self.blocks[0])
+        first = with_prologue(self.walk, self._x, self.blocks[0])
         return None if first is None else replace(self, blocks=[first, *self.blocks[1:]], _readings={})
 
     @cached_property
@@ -83,7 +83,6 @@ class Program:
     @cached_property
     def sub_batches_of_tokens(self) -> list[SubBatchPieces]:
         """Graphs of the blocks for sub-batches of tokens; none where what follows a sum relates tokens."""
-        assert self.blocks is not None
         if self.blocks[0].prologue is not None:
             return []
         try:
@@ -97,11 +96,7 @@ class Program:
         return self._pieces_by("experts", expert_pieces)
 
     def _pieces_by(self, kind: str, made_by: Callable[..., _Pieces]) -> list[_Pieces]:
-        assert self.blocks is not None
-        assert self.activation is not None
-        graph, name = self.walk.graph, self.exported.inputs[self.activation]
-        (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == name)
-        made = [made_by(graph, x, each.begin, each.sums, each.end) for each in self.blocks]
+        made = [made_by(self.walk.graph, self._x, each) for each in self.blocks]
         for number, pieces in enumerate(made):  # now: a compiled block would be compiled anew for each entry
             for name, piece in ({} if pieces is None else vars(pieces)).items():
                 if isinstance(piece, Piece):
@@ -115,7 +110,6 @@ class Program:
         of a leaf of the call; or the name of a parameter of the block; or a placeholder.
         """
         if (number, name) not in self._readings:
-            assert self.blocks is not None
             if name.startswith("part."):
                 _ = self.tokens
             elif name.startswith("tokens."):
@@ -182,7 +176,6 @@ class Program:
 
     def per_sample(self, leaf: int) -> bool:
         """Whether dimension 0 of an input is the batch dimension."""
-        assert self.activation is not None
         mine, x = self._shapes[leaf], self._shapes[self.activation]
         if not mine or not x:
             return False
@@ -193,30 +186,24 @@ class Program:
         name = self.exported.inputs[leaf] or ""
         return next((each.dims[name] for each in self.sub_batches_of_tokens if name in each.dims), None)
 
-    @property
-    def why_not_in_a_stack(self) -> str:
-        """Reason why the blocks cannot run in sub-batches, or ""."""
-        if self.blocks is None:
-            return self.reason
-        assert self.activation is not None
-        x = self._shapes[self.activation]
-        return "its graph is valid for one batch size alone" if x and isinstance(x[0], int) else self._relation
-
     @cached_property
-    def _relation(self) -> str:
-        """Op that relates the samples of the activation, or ""."""
-        assert self.activation is not None
+    def why_not_in_a_stack(self) -> str:
+        """Reason why the blocks cannot run in sub-batches, such as an op that relates samples, or ""."""
+        if not self.blocks:
+            return self.reason
+        x = self._shapes[self.activation]
+        if x and isinstance(x[0], int):
+            return "its graph is valid for one batch size alone"
         name = self.exported.inputs[self.activation]
         return relation_of_samples(self.exported.graph, str(name), self.exported.outputs[0])
 
+    @cached_property
     def module(self) -> tuple[Any, tuple[str, ...]]:
         """The whole layer as a function with its all-reduces, and the placeholders it reads."""
-        if self._module is None:
-            graph = lower(self.walk.graph, self.tp)
-            fuse(graph)
-            names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-            self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
-        return self._module
+        graph = lower(self.walk.graph, self.tp)
+        fuse(graph)
+        names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+        return fx.GraphModule(nn.Module(), graph).forward, names
 
 
 def mangled(name: str) -> str:

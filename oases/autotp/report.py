@@ -44,22 +44,19 @@ class LayersReport:
 
     def describe(self, signatures: Iterable[LayerSignature]) -> None:
         """Add the sharding of layers with these signatures."""
-        fitting: set[int] | None = None
+        signatures = list(signatures)
         for signature in signatures:
-            cut = [name for name, segments in signature.columns.items() if copies_of(segments) == 1]
-            self.column = list(dict.fromkeys([*self.column, *cut]))
-            self.copied = list(
-                dict.fromkeys([*self.copied, *(each for each in signature.columns if each not in cut)])
-            )
-            self.row = list(dict.fromkeys([*self.row, *signature.rows]))
-            self.experts = list(dict.fromkeys([*self.experts, *signature.experts]))
+            copied = [name for name, segments in signature.columns.items() if copies_of(segments) > 1]
+            cut = [name for name in signature.columns if name not in copied]
             whole = [name for name, _ in signature.twin.named_parameters() if name not in signature.cuts]
-            self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
+            for held, names in (
+                (self.column, cut), (self.row, signature.rows), (self.experts, signature.experts),
+                (self.replicated, whole), (self.copied, copied),
+            ):  # fmt: skip
+                held.extend(name for name in dict.fromkeys(names) if name not in held)
             self.refused |= signature.refused
-            fitting = set(signature.structure.degrees) & (
-                fitting if fitting is not None else set(signature.structure.degrees)
-            )
-        self.degrees = sorted(fitting or ())
+        degrees = [set(signature.structure.degrees) for signature in signatures]
+        self.degrees = sorted(set.intersection(*degrees)) if degrees else []
 
 
 @dataclass
@@ -80,10 +77,8 @@ class PartitionReport:
 
     def json(self) -> dict[str, Any]:
         """Plain data."""
-        layers = [
-            replace(each, runner=None) for each in self.layers
-        ]  # a runner is not plain data and must not be copied
-        found = asdict(replace(self, layers=layers))
+        # A runner is not plain data and must not be copied.
+        found = asdict(replace(self, layers=[replace(each, runner=None) for each in self.layers]))
         for each in found["layers"]:
             del each["runner"]
         return found

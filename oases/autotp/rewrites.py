@@ -77,32 +77,8 @@ def drop_asserts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-_VIEWS = (
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "slice",
-    "select",
-    "expand",
-    "squeeze",
-    "split",
-    "chunk",
-    *("flatten", "unbind", "aten.t.", "numpy_T", "aten.mT", "aten.mH", "aten.H.", "narrow", "movedim", "swapaxes"),
-    *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
-    *(
-        "ravel",
-        "atleast_",
-        "broadcast",
-        "real",
-        "imag",
-        "unsafe_chunk",
-        "swapdims",
-        "moveaxis",
-        "dropout",
-        "expand_as",
-    ),
-)
+_MAY_ALIAS = ("dropout", "type_as", "atleast_", "broadcast_tensors", "unsafe_chunk")
+"""Ops that may return their input, or views of it, though their schema does not say so."""
 
 
 def without_in_place(graph: fx.Graph) -> fx.Graph | None:
@@ -115,9 +91,7 @@ def without_in_place(graph: fx.Graph) -> fx.Graph | None:
         return graph
     graph = copy.deepcopy(graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
-    latest: dict[
-        fx.Node, fx.Node
-    ] = {}  # the result of the last op on a part of a value, which aliases that, by value
+    latest: dict[fx.Node, fx.Node] = {}  # by value, the result of the last op on a part of it, which aliases it
     for node in [each for each in graph.nodes if _mutates(each)]:
         functional, at = _functional(node), order[node]
         target, views = _taken_from(node.args[0])
@@ -192,7 +166,9 @@ def _is_view(node: fx.Node) -> bool:
     """Whether a node may be a view of its input."""
     if "getitem" in str(node.target):  # one of several results: a view for split, a new tensor for top-k
         return _is_view(node.all_input_nodes[0])
-    return "scatter" not in str(node.target) and any(name in str(node.target) for name in _VIEWS)
+    returned = getattr(getattr(node.target, "_schema", None), "returns", ())
+    aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+    return aliases or any(name in str(node.target) for name in _MAY_ALIAS)
 
 
 def normalise_linears(graph: fx.Graph, parameters: Mapping[str, str]) -> None:

@@ -5,14 +5,15 @@ Linear functions of partial sums; linears and attention; sizes and ends that bec
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from oases.autotp.export import UnsplittableError
-from oases.autotp.op_table import ELEMENT_WISE, args_of, dims_of, keyword, name_of, tensors
+from oases.autotp.export import Exported, UnsplittableError
+from oases.autotp.op_table import ELEMENT_WISE, args_of, argument, dims_of, name_of, tensors
 from oases.autotp.shapes import Copied, Split, copies_of, pieces, viewed
 from oases.autotp.splitter import Splitter, Value, rule
 
@@ -105,7 +106,7 @@ def linear(s: Splitter, node: fx.Node) -> Value:
         cut = s.part if copies_of(segments) > 1 else s.cut
         given = cut(weight, outputs, segments), None if bias is None else cut(bias, 0, segments)
         result = s.call(s.linear, (s.entered(x), *given, transposed), node)
-        return s.split(result, last, segments, _named(s, weight))
+        return s.split(result, last, segments, weight_of(s.exported, node) or str(weight))
     value = s.value(x)
     if value.split is not None and value.split.dim == last:
         if not s.is_parameter(weight):
@@ -121,10 +122,6 @@ def linear(s: Splitter, node: fx.Node) -> Value:
         return Value(s.call(s.linear, (value.node, s.entered(weight), None, transposed), node), None, True)
     given = s.whole(weight), None if bias is None else s.whole(bias)
     return Value(s.call(s.linear, (s.whole(x), *given, transposed), node))
-
-
-def _named(s: Splitter, weight: Any) -> str:
-    return s.exported.parameters.get(getattr(weight, "name", ""), str(weight))
 
 
 @rule("scaled_dot_product_attention")
@@ -179,7 +176,7 @@ def view(s: Splitter, node: fx.Node) -> Value:
     if value.split is None and not value.partial:
         return Value(s.copy(node))
     if value.split is None:
-        if before[-1] != after[-1] or any(len(shape_of_addend(each)) > 1 for each in value.addends):
+        if before[-1] != after[-1] or any(len(s.shape(each.meta["like"])) > 1 for each in value.addends):
             return Value(s.copy(node))
         return Value(_with_first(s, node, value.node), None, True, value.addends)
     if value.split.copies > 1:
@@ -225,19 +222,10 @@ def _view_of_copies(s: Splitter, node: fx.Node, x: fx.Node, split: Split) -> Val
     )
 
 
-def shape_of_addend(addend: fx.Node) -> tuple[int, ...]:
-    """Shape of a pending addend of a partial value."""
-    return tuple(addend.meta["like"].meta["val"].shape)
-
-
 def _local(s: Splitter, size: Any) -> Any:
     if isinstance(size, int):
         return s.local(size)
-    return size if s.ranks == 1 else s.graph.call_function(_divided, (size, s.ranks))
-
-
-def _divided(size: int, ranks: int) -> int:
-    return size // ranks
+    return size if s.ranks == 1 else s.graph.call_function(operator.floordiv, (size, s.ranks))
 
 
 def _with_first(s: Splitter, node: fx.Node, first: fx.Node) -> fx.Node:
@@ -266,7 +254,7 @@ def sized(s: Splitter, node: fx.Node) -> Value:
 def repeated(s: Splitter, node: fx.Node) -> Value:
     """repeat_interleave, also along the sharded dimension, as grouped-query attention uses it."""
     x, times = args_of(node)[:2]
-    split, dim = s.value(x).split, args_of(node)[2] if len(args_of(node)) > 2 else keyword(node, "dim", None)
+    split, dim = s.value(x).split, argument(node, 2, "dim")
     if split is None or not isinstance(times, int) or dim is None or dim % len(s.shape(x)) != split.dim:
         return s.mapped(node)
     segments = tuple(length * times for length in split.segments)
@@ -299,9 +287,9 @@ def sliced(s: Splitter, node: fx.Node) -> Value:
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
 def taken_apart(s: Splitter, node: fx.Node) -> Value:
     """Split, along the sharded dimension at segment ends."""
-    x, _, *rest = args_of(node)
+    x = args_of(node)[0]
     split, outputs = s.value(x).split, node.meta["val"]
-    dim = int(rest[0] if rest else keyword(node, "dim", 0)) % len(s.shape(x))
+    dim = int(argument(node, 2, "dim", 0)) % len(s.shape(x))
     if split is None or dim != split.dim:
         return s.mapped(node)
     lengths = [int(output.shape[dim]) for output in outputs]
@@ -318,7 +306,7 @@ def joined(s: Splitter, node: fx.Node) -> Value:
     """Concatenate; along the sharded dimension the segments follow one another."""
     given, found = args_of(node)[0], tensors(node)
     splits = {each: split for each in found if (split := s.value(each).split) is not None}
-    dim = int(args_of(node)[1] if len(args_of(node)) > 1 else keyword(node, "dim", 0)) % len(s.shape(node))
+    dim = int(argument(node, 1, "dim", 0)) % len(s.shape(node))
     if {split.dim for split in splits.values()} != {dim}:
         return s.mapped(node)
     if len(splits) < len(found) or any(split.copies > 1 for split in splits.values()):
@@ -346,7 +334,12 @@ def linear_operands(node: fx.Node) -> tuple[Any, Any, Any, bool]:
     """(x, weight, bias, transposed) of a linear."""
     name, args = name_of(node), args_of(node)
     if name == "linear":
-        return args[0], args[1], args[2] if len(args) > 2 else None, False
+        return args[0], args[1], argument(node, 2, "bias"), False
     if name == "addmm":
         return args[1], args[2], args[0], True
     return args[0], args[1], None, True
+
+
+def weight_of(exported: Exported, node: fx.Node) -> str:
+    """Name in the layer of the parameter that a linear multiplies by; "" where that is no parameter."""
+    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")

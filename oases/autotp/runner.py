@@ -1,4 +1,4 @@
-"""Runner: the layers of a model as one OverlappedStack behind the model's own loop over them.
+"""Runner: the layers of a model as one OverlappedStack behind the model's own loop over them; or a layer alone.
 
 The model calls layer after layer. Each call but the last is recorded and returns a `Pending` tensor, which has a
 shape and no data; the last call runs all layers by the schedule. Masks, tables and flags thus reach each layer as the
@@ -16,13 +16,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.autotp.block import GraphBlock, LayerCall, value_of
-from oases.autotp.cache import NO_CACHE, cache_in
+from oases.autotp.cache import NO_CACHE, CacheSlot, cache_in
 from oases.autotp.cutting import Piece
 from oases.autotp.export import CallSignature, UnsplittableError, leaves
 from oases.autotp.program import Program
 from oases.autotp.signatures import LayerSignature
 from oases.autotp.splitter import ABSENT
-from oases.autotp.standalone import StandaloneForward
+from oases.autotp.trace_guard import TraceGuard
 from oases.core.blocks.batch import BlockInputs
 from oases.core.blocks.chooser import asked_for
 from oases.core.blocks.randomness import hash_of
@@ -32,6 +32,38 @@ from oases.core.execution.group import ProcessGroup
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
 from oases.plans.plan import AUTO
+
+
+class StandaloneForward:
+    """Forward of one layer outside of a stack, by its traced programs."""
+
+    def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
+        self.module = module
+        self.signature = signature
+        self.guard = TraceGuard(module, path, signature.states)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's program; arguments and result are those of the layer."""
+        found, tree = leaves(args, kwargs)
+        cache = cache_in(found)
+        if cache is None:
+            return self._run(found, tree)
+        slot = CacheSlot(cache, self.module)
+        state = slot.state()
+        args, kwargs = pytree.tree_map(lambda leaf: state if leaf is cache else leaf, (args, kwargs))
+        result, new = self._run(*leaves(args, kwargs))
+        slot.update(*new)
+        return result
+
+    def _run(self, found: list[Any], tree: pytree.TreeSpec) -> Any:
+        device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
+        call_signature = CallSignature.of(found, tree, self.guard.modes())
+        program = self.signature.program(call_signature, found, tree, -1, device, self.module)
+        run, names = program.module
+        exported = program.exported
+        inputs = dict(zip(exported.inputs, found, strict=True))
+        result = run(*(value_of(name, program, self.module, inputs, device) for name in names))
+        return pytree.tree_unflatten(result, exported.result)
 
 
 class Pending(Tensor):
@@ -100,11 +132,11 @@ class Layer:
         made = self.signature.program(
             call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
         )
-        return (self.follows and made.blocks is not None and made.behind) or made
+        return (self.follows and bool(made.blocks) and made.behind) or made
 
     def unlike(self, program: Program) -> str:
         """Reason why the blocks of the stack cannot run a program, whose layer was traced in other modes, or ""."""
-        if id(program) not in self._unlike and program.blocks is not None:
+        if id(program) not in self._unlike and program.blocks:
             reads = [pieces.parameters(program.exported.parameters) for pieces in program.blocks]
             other = [name for mine, known in zip(reads, self.read, strict=False) for name in mine - known]
             why = f"it reads {', '.join(sorted(other))}, unlike at parallelize()" if other else ""
@@ -189,7 +221,6 @@ class Runner:
         for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
             if index > 0 and not along and program.behind is not None:
                 layer.follows, program = True, program.behind
-            assert program.blocks is not None
             for number, pieces in enumerate(program.blocks):
                 names = pieces.parameters(program.exported.parameters)
                 layer.read.append(names)
@@ -269,7 +300,7 @@ class Runner:
         self._calls.append(call)
         where, program = layer.path, call.program
         why = layer.unlike(program) or program.why_not_in_a_stack
-        if why and (program.blocks is None or first.shape[0] > 1 or layer.unlike(program)):
+        if why and (not program.blocks or first.shape[0] > 1 or layer.unlike(program)):
             raise UnsplittableError(
                 f"{where} with these arguments: {why}; give parallelize() schedule='layers', which hides "
                 "communication inside each layer alone"

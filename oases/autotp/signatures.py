@@ -1,4 +1,4 @@
-"""Signatures of the layers of a list: layers that differ in their weights alone share one.
+"""Second phase of `parallelize`: layers, traced; those that differ in their weights alone share a signature.
 
 The fake copy that a signature has of the unsharded layer is traced once per call signature: again for other flags,
 other inputs, or shapes outside of earlier traces. The sharding is decided once; every trace must agree with it.
@@ -6,16 +6,20 @@ other inputs, or shapes outside of earlier traces. The sharding is decided once;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import Tensor, nn
 
+from oases.autotp.balanced import require_balanced
 from oases.autotp.cache import NO_CACHE, is_layer_cache
+from oases.autotp.checking import ParallelSpec, Setup
 from oases.autotp.cutting import cut, other_results
-from oases.autotp.experts import ExpertMlp, collections, replicate_experts
+from oases.autotp.experts import ExpertMlp, collections, replicate_experts, substitute_experts
 from oases.autotp.export import (
     CallSignature,
     Exported,
@@ -29,26 +33,18 @@ from oases.autotp.export import (
     varying_shapes,
     without_data,
 )
-from oases.autotp.layers import LayerList, TracedCall
+from oases.autotp.layers import LayerList, TracedCall, first_leaf, observe, single_layer
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear
 from oases.autotp.program import Program, shapes_of
-from oases.autotp.rules import is_linear, linear_operands
+from oases.autotp.rules import is_linear, weight_of
 from oases.autotp.shapes import Segments, Split
-from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.trace_guard import (
-    Modes,
-    base_of,
-    indices_in,
-    inner_hooks,
-    look_of,
-    modes_of,
-    set_modes,
-    states_of,
-)
+from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks, look_of, set_modes, states_of
+from oases.autotp.vocabulary import Vocabulary
 from oases.core.blocks.sharding import Cut
-from oases.errors import UsageError
+from oases.errors import OverlapError, UsageError
+from oases.plans.plan import Plan
 
 _VARYING = (varying_shapes, varying_lengths, None)
 """Dynamic lengths to try in turn: all, all but the batch, none."""
@@ -67,7 +63,7 @@ class LayerSignature:
         self.tp = tp
         self.states = states_of(twin)
         flat, tree = leaves(args, kwargs)
-        modes = modes_of(twin, self.states)
+        modes = Modes(tuple(part.training for part in twin.modules()))
         self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), _places_of(twin)
         self._traces: dict[int, Exported | UnsplittableError] = {}
         """Graphs of the sample, or why there is none, by index in _VARYING, until it is run."""
@@ -82,8 +78,8 @@ class LayerSignature:
             except UnsplittableError as error:  # a layer may be sharded where its lengths are known
                 if level or isinstance(error, TooLongError):
                     raise
-        self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
-        self._levels: dict[tuple[CallSignature, int | None], int] = {}
+        self.programs: dict[tuple[CallSignature, int], list[Program]] = {}
+        self._levels: dict[tuple[CallSignature, int], int] = {}
         self.kept: tuple[Split | None, ...] | None = None
         """Sharding of the keys and values that a key-value cache keeps; None before it is known."""
 
@@ -94,9 +90,9 @@ class LayerSignature:
         if self.sums:  # norms over what would be sharded: rather more all-reduces than a layer on every rank
             self.structure = find(exported, keep, self.tp.ranks, sums=True)
         self.columns: dict[str, Segments] = {
-            _weight(exported, node): segments for node, segments in self.structure.columns.items()
+            weight_of(exported, node): segments for node, segments in self.structure.columns.items()
         }
-        self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
+        self.rows = tuple(weight_of(exported, node) for node in self.structure.rows)
         walk = _walk(exported, self.columns, GroupRank(), self.sums)
         self.cuts: Mapping[str, Cut] = walk.cuts
         self.balanced: Mapping[str, tuple[ExpertMlp, int]] = walk.balanced
@@ -111,7 +107,7 @@ class LayerSignature:
         call_signature: CallSignature,
         found: list[Any],
         tree: pytree.TreeSpec,
-        activation: int | None,
+        activation: int,
         device: Any,
         layer: nn.Module,
     ) -> Program:
@@ -139,12 +135,11 @@ class LayerSignature:
                 "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
                 "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
             ) from error
-        blocks, others, reason = None, list[Any](), ""
+        blocks, others, reason = [], list[Any](), "it has no activation"
         try:
-            name = None if activation is None or activation < 0 else exported.inputs[activation]
-            if name is None:
-                raise UnsplittableError("it has no activation")
-            blocks, others = cut(walk, name), other_results(walk, name)
+            if activation >= 0 and exported.inputs[activation] is not None:
+                x = walk.given(exported.inputs[activation])
+                blocks, others, reason = cut(walk, x), other_results(walk, x), ""
         except UnsplittableError as error:
             reason = str(error)
         accepted = {shapes_of(found): True}  # valid for its own shapes even where a guard cannot be decided
@@ -152,7 +147,7 @@ class LayerSignature:
         return programs[-1]
 
     def _traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int | None]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int]
     ) -> tuple[Exported, Splitter]:
         """Graph of a call and its sharding, with as many dynamic lengths as it allows.
 
@@ -189,7 +184,7 @@ class LayerSignature:
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
         flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, modes_of(call.module, base_of(call.module, self.states)))
+        signature = CallSignature.of(flat, tree, TraceGuard(call.module, "", self.states).modes())
         return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
 
     def _whole_cache(self, held: Any) -> Any:
@@ -228,18 +223,14 @@ class LayerSignature:
 
 
 def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, sums: bool) -> Splitter:
-    nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
-             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
+    nodes = {node: columns[weight_of(exported, node)] for node in exported.graph.nodes
+             if is_linear(node) and weight_of(exported, node) in columns}  # fmt: skip
     return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
 
 
 def _places_of(twin: nn.Module) -> list[tuple[torch.device, torch.dtype]]:
     """Devices and types of a module's parameters."""
     return [(parameter.device, parameter.dtype) for parameter in twin.parameters()]
-
-
-def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
 
 
 def layer_signatures(
@@ -316,3 +307,139 @@ def _parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _is_of(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
+
+
+Found = list[tuple[LayerList, list[LayerSignature | UnsplittableError]]]
+"""A model's lists of layers, with the signature of each layer."""
+
+
+def trace_layers(
+    model: nn.Module, twin: nn.Module, setup: Setup, vocabulary: Vocabulary | None
+) -> tuple[Found, set[str]]:
+    """Second phase of `parallelize`: lists of layers to cut, and names of parameters read outside of their modules.
+
+    twin: fake copy of the whole model; its experts are replaced. vocabulary: its tables and heads. Errors are those
+    of `parallelize`.
+    """
+    experts, spec, tp = setup.experts, setup.spec, setup.tp
+    substitute_experts(twin, tp.ranks if experts is None else experts.groups.degree, balanced=experts is not None)
+    known = dict(collections(twin))
+    if experts is not None:
+        require_balanced(twin, known)
+    names = [] if vocabulary is None else [*vocabulary.tables, *vocabulary.heads]
+    observed = observe(twin, setup.inputs, [twin.get_submodule(name) for name in names])
+    lists = observed.lists
+    if not lists and not spec.layers:
+        lists = [single_layer(twin, setup.inputs)]
+    if spec.layers is not None:
+        missing = set(spec.layers) - {each.name for each in lists}
+        if missing:
+            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
+        lists = [each for each in lists if each.name in spec.layers]
+    if setup.plan is not None:
+        _require_planned(twin, lists, setup.plan)
+    found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
+    _require_divisible(found, tp)
+    if experts is not None:
+        _require_experts_in_layers(model, known, found)
+    required = setup.stack.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
+    _tell_of_whole_layers(model, found, tp, bool(required))
+    return found, observed.outside_reads
+
+
+def _require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) -> None:
+    """Raise UsageError, with both sizes, for a plan of a model whose layers are others than those in `lists`.
+
+    Compares their number, the features between them and, of a traced model, the parameters of each; those of
+    adapters, which are added to a planned model, do not count.
+    """
+    calls = [call for each in lists for call in each.calls]
+    planned, remedy = plan.model, f"plan for {type(model).__name__} by oases.plan(model, cluster, ...)"
+    if len(calls) != planned.layers:
+        raise UsageError(f"plan: it is for {planned.layers} layers, the model has {len(calls)} in lists; {remedy}")
+    paths = [path for each in lists for path in each.paths]
+    if paths == [""]:  # the whole model, as one layer
+        return
+    x = first_leaf(calls[0].result)
+    if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != planned.hidden:
+        width = x.shape[-1]
+        raise UsageError(f"plan: it is for layers of width {planned.hidden}, the model's have {width}; {remedy}")
+    if planned.sizes is not None or getattr(model, "peft_config", None) is not None:
+        return
+    for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
+        kinds = planned.layer_kinds[planned.layer_order[layer]]
+        wanted = sum(share.parameters for kind in kinds for share in planned.block(kind).shares)
+        found = sum(parameter.numel() for parameter in call.module.parameters())
+        if wanted != found:
+            raise UsageError(
+                f"plan: layer {layer} of {planned.name} has {wanted} parameters there, {path} has {found}; {remedy}"
+            )
+
+
+def _require_divisible(found: Found, tp: GroupRank) -> None:
+    """Raise UsageError, with the degrees that fit, unless the degree divides all sharded lengths."""
+    signatures = [
+        (each.name, one) for each, of_layers in found for one in of_layers if isinstance(one, LayerSignature)
+    ]
+    wrong = dict.fromkeys(
+        f"{length} ({name}.*.{of})"
+        for name, signature in signatures
+        for length, of in signature.structure.limits.items()
+        if length % tp.ranks
+    )
+    if wrong:
+        fits = sorted(set.intersection(*(set(signature.structure.degrees) for _, signature in signatures)))
+        raise UsageError(
+            f"the tensor-parallel degree {tp.ranks} does not divide these numbers of heads or features: "
+            f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
+        )
+
+
+def _require_experts_in_layers(model: nn.Module, experts: dict[str, Any], found: Found) -> None:
+    """Raise UsageError for balanced experts outside of the layers that are sharded."""
+    inside: set[str] = set()
+    for each, signatures in found:
+        for path, signature in zip(each.paths, signatures, strict=True):
+            if isinstance(signature, LayerSignature):
+                inside.update(f"{path}.{name}" for name in signature.balanced)
+            elif any(name.startswith(f"{path}.") for name in experts):
+                raise UsageError(
+                    f"experts='balanced': {path} of {type(model).__name__} cannot be sharded ({signature}); leave "
+                    "experts out"
+                )
+    outside = sorted(set(experts) - inside)
+    if outside:
+        raise UsageError(
+            f"experts='balanced': {outside[0]} of {type(model).__name__} is not called once in a layer that is "
+            "sharded; leave experts out"
+        )
+
+
+def _tell_of_whole_layers(model: nn.Module, found: Found, tp: GroupRank, required: bool) -> None:
+    """Warn of layers, and parts of layers, that stay whole, with their share of the parameters.
+
+    OverlapError where overlap is required.
+    """
+    if tp.ranks == 1:
+        return
+    whole = []
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for each, signatures in found:
+        parts: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, one in zip(each.paths, signatures, strict=True):
+            for part, why in whole_parts(one).items():
+                parts.setdefault(part, []).append((model.get_submodule(path).get_submodule(part), why))
+        for part, at in parts.items():
+            many = f"{len(at)}" if len(at) == len(signatures) else f"{len(at)} of {len(signatures)}"
+            held = {p: p.numel() for module, _ in at for p in module.parameters()}
+            whole.append(
+                f"{f'{part} of ' * bool(part)}{each.name or type(model).__name__} ({many} layers, "
+                f"{sum(held.values()) / total:.0%} of the parameters): {at[0][1]}"
+            )
+    if not whole:
+        return
+    text = f"these layers are replicated (no speed-up, no memory saved): {'; '.join(whole)}"
+    if required:
+        raise OverlapError(f"require_overlap: {text}")
+    if tp.rank == 0:
+        warnings.warn(text, stacklevel=4)

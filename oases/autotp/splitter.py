@@ -127,7 +127,8 @@ class Splitter:
             if node.op == "placeholder":
                 if not node.users:  # non-tensor arguments have a placeholder, too
                     continue
-                self._values[node] = Value(self._copied(node, node.target))
+                self._values[node] = Value(self.graph.placeholder(str(node.target)))
+                self._values[node].node.meta["like"] = node
             elif node.op == "call_function":
                 self._values[node] = self._called(node)
             elif node.op != "output":
@@ -198,9 +199,9 @@ class Splitter:
         if value.split is not None:
             raise UnsplittableError(f"{node} must be replicated, but is sharded")
         if value.partial:
-            total = self._made(reduce, (value.node,), node)
+            total = self.call(reduce, (value.node,), node)
             for addend in value.addends:
-                total = self._made(torch.ops.aten.add.Tensor, (total, addend), node)
+                total = self.call(torch.ops.aten.add.Tensor, (total, addend), node)
             value = self._values[node] = Value(total)
         if node.name in self.exported.parameters:
             self._whole.add(self.exported.parameters[node.name])
@@ -212,15 +213,15 @@ class Splitter:
         whole = self.whole(node)
         if whole not in self._entered:
             tensor = isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point()
-            self._entered[whole] = self._made(enter, (whole,), node) if tensor else whole
+            self._entered[whole] = self.call(enter, (whole,), node) if tensor else whole
         return self._entered[whole]
 
     def part(self, node: Any, dim: int, segments: Segments) -> fx.Node:
         """This rank's shard of a replicated value."""
         copies = copies_of(segments)
         if copies > 1:
-            return self._made(take_copy, (self.entered(node), dim, copies, self.rank, self.ranks), node)
-        return self._made(take, (self.entered(node), dim, segments, self.rank, self.ranks), node)
+            return self.call(take_copy, (self.entered(node), dim, copies, self.rank, self.ranks), node)
+        return self.call(take, (self.entered(node), dim, segments, self.rank, self.ranks), node)
 
     def as_split(self, node: Any, split: Split) -> fx.Node:
         """Value sharded by `split`; a replicated one is sliced."""
@@ -252,7 +253,7 @@ class Splitter:
 
     def own(self, node: fx.Node, dim: int, segments: Copied) -> Value:
         """Value that is sharded over all ranks, of one of which each part is on several."""
-        made = self._made(take_own, (node, dim, segments.copies, self.rank), node.meta["like"])
+        made = self.call(take_own, (node, dim, segments.copies, self.rank), node.meta["like"])
         made.meta["of"] = node.meta["of"]
         return self.split(made, dim, tuple(length // segments.copies for length in segments))
 
@@ -272,6 +273,11 @@ class Splitter:
         found: fx.Node = self.value(node).node
         return found
 
+    def given(self, name: str | None) -> fx.Node:
+        """Placeholder of the rank's graph of this name."""
+        (found,) = self.graph.find_nodes(op="placeholder", target=name)
+        return found
+
     def state(self, path: str) -> fx.Node:
         """Placeholder of the state of a module of the layer, which is an object and no tensor."""
         name = f"state_{len(self.states)}"
@@ -284,11 +290,15 @@ class Splitter:
 
     def emit(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Call the op of `node` with arguments of the rank's graph."""
-        return self._made(node.target, args, node, kwargs)
+        return self.call(node.target, args, node, kwargs)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    def call(
+        self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """Call a function in place of the node `like`."""
-        return self._made(function, args, like)
+        made = self.graph.call_function(target, args, dict(kwargs or {}))
+        made.meta["like"] = like
+        return made
 
     def copy(self, node: fx.Node, given: Mapping[fx.Node, Any] | None = None) -> fx.Node:
         """Call the op of `node` on the rank's values of its arguments, `given` ones or else replicated ones."""
@@ -297,19 +307,7 @@ class Splitter:
         def of_rank(arg: fx.Node) -> Any:
             return given[arg] if arg in given else self.whole(arg)
 
-        args = fx.map_arg(node.args, of_rank)
-        kwargs = dict(fx.map_arg(node.kwargs, of_rank))
-        return self._made(node.target, args, node, kwargs)
-
-    def _made(self, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta["like"] = like
-        return node
-
-    def _copied(self, node: fx.Node, name: Any) -> fx.Node:
-        placeholder = self.graph.placeholder(str(name))
-        placeholder.meta["like"] = node
-        return placeholder
+        return self.emit(node, fx.map_arg(node.args, of_rank), dict(fx.map_arg(node.kwargs, of_rank)))
 
     def shape(self, node: Any) -> tuple[int, ...]:
         """Full shape of a value."""

@@ -1,24 +1,46 @@
-"""Track the sequence dimension through a rank's graph, from the activation's, by the op table.
+"""The sequence dimension in a rank's graph, and the batch's in a layer's: tracked by the op table, and cut.
 
 What runs on a part of the sequence must treat tokens independently: ops that relate tokens are refused, and so is one
 that reads another tensor along the sequence, unless that is an input that is cut as the activation is. In a sub-batch
 of tokens, causal attention may read the keys of earlier ones.
+
+Under sequence parallelism a block becomes three graphs: `prepare` (its norm) and `combine` (bias, dropout, residual)
+run on a rank's part, `product` on the gathered sequence. For sub-batches of tokens it becomes two: `combine`, and
+`partial`, which runs on the part if it can and else on all tokens. One that sends tokens to experts becomes three.
+
+Sub-batches of samples cut dimension 0 of the activation, in which a layer must treat them independently. Where that
+is the sequence instead (activations of [sequence, batch, ...]), attention relates its elements. Its length is a
+symbol in a traced graph, so ops that run along it are found by their shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
-from oases.autotp.cutting import is_random
+from oases.autotp.balanced import balanced_experts
+from oases.autotp.cutting import BlockPieces, Piece, ancestors, is_random, piece_between
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.lowering import block_dropout
-from oases.autotp.op_table import VIEWS, args_of, follow, lengths_in, name_of, value_in
+from oases.autotp.lowering import block_dropout, block_linear
+from oases.autotp.op_table import (
+    VIEWS,
+    args_of,
+    argument,
+    dims_of,
+    expression,
+    follow,
+    is_element_wise,
+    lengths_in,
+    name_of,
+    value_in,
+)  # fmt: skip
 from oases.autotp.shapes import Split, viewed
 from oases.autotp.splitter import enter
+from oases.layers.attention import causal_attention
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -26,14 +48,10 @@ def is_attention(node: fx.Node) -> bool:
     return name_of(node) == "scaled_dot_product_attention"
 
 
-def _argument(node: fx.Node, place: int) -> Any:
-    return node.args[place] if len(node.args) > place else None
-
-
 def cuts_of_mask(node: fx.Node) -> list[fx.Node]:
     """Cuts of an attention's mask to the number of its keys, which it has already where it is square."""
     found: list[fx.Node] = []
-    mask = _argument(node, 3)
+    mask = argument(node, 3)
     while isinstance(mask, fx.Node) and (mask.target is enter or name_of(mask) == "slice"):
         source, dim, begin, *_ = (*mask.args, -1, 0)
         last = len(lengths_in(source)) - 1
@@ -47,7 +65,7 @@ def cuts_of_mask(node: fx.Node) -> list[fx.Node]:
 def mask_of(node: fx.Node) -> fx.Node | None:
     """Mask of an attention before such cuts."""
     cuts = cuts_of_mask(node)
-    mask: fx.Node | None = args_of(cuts[-1])[0] if cuts else _argument(node, 3)
+    mask: fx.Node | None = args_of(cuts[-1])[0] if cuts else argument(node, 3)
     return mask
 
 
@@ -66,7 +84,9 @@ class Tokens:
 
     def of_sums(self, sums: list[fx.Node]) -> Split:
         """Where a block's sums have the tokens: as the activation, or in dimension 0, with the batch."""
-        flat = [self._is_flat(node) for node in sums]
+        both = self.batch * self.length  # batch and sequence in one
+        flat = [bool(not isinstance(lengths_in(node)[0], int) and (lengths_in(node)[0] - both).expand() == 0)
+                for node in sums]  # fmt: skip
         for node, its in zip(sums, flat, strict=True):
             if its != flat[0] or not (its or lengths_in(node)[:2] == lengths_in(self.x)[:2]):
                 raise UnsplittableError(f"its sum {node} is not of [batch, sequence, ...]")
@@ -83,11 +103,6 @@ class Tokens:
             if len(dims) == 1:
                 found[node] = Split(dims[0], self.of_activation.segments)
         return found
-
-    def _is_flat(self, node: fx.Node) -> bool:
-        """Whether dimension 0 of a node is batch and sequence in one."""
-        first = lengths_in(node)[0]
-        return bool(not isinstance(first, int) and (first - self.batch * self.length).expand() == 0)
 
     def followed(
         self, needed: set[fx.Node], given: Mapping[fx.Node, Split], causal: bool = False
@@ -113,7 +128,7 @@ class Tokens:
         (split, *others), mask = splits, mask_of(node)
         if others or not isinstance(split, Split) or split.dim != len(lengths_in(node)) - 2:
             raise self._refused(node, "relates tokens")
-        if is_random(node) or (mask is None and not _argument(node, 5)):
+        if is_random(node) or (mask is None and not argument(node, 5)):
             raise self._refused(node, "relates a token to later ones, or draws random numbers")
         if mask is not None and (mask.op != "placeholder" or found.get(mask) is not None):
             raise self._refused(node, "reads a mask that is no input of the layer")
@@ -190,3 +205,182 @@ class Tokens:
         modules = [kind for _, kind in like.meta.get("nn_module_stack", {}).values()]
         where = f" of {str(modules[-1]).rpartition('.')[2]}" if modules else ""
         return UnsplittableError(f"{like} ({node.target}){where} {why}, and it is replicated")
+
+
+@dataclass(frozen=True)
+class TokenPieces:
+    """Graphs of a block under sequence parallelism."""
+
+    prepare: Piece
+    product: Piece
+    combine: Piece
+
+
+@dataclass(frozen=True)
+class SubBatchPieces:
+    """Graphs of a block for sub-batches of tokens, whose sums are [batch, sequence, ...].
+
+    relates: the tokens that each token is related to by `partial`, which must get all of them for "all". masks:
+    inputs (placeholders) that must be causal masks for "earlier". dims: by input that they read a part of, the
+    dimension of its tokens.
+    """
+
+    partial: Piece
+    combine: Piece
+    relates: Literal["none", "earlier", "all"]
+    masks: frozenset[str]
+    dims: Mapping[str, int]
+
+
+def token_pieces(graph: fx.Graph, x: fx.Node, block: BlockPieces) -> TokenPieces:
+    """Cut one block of a rank's graph. x: the layer's activation.
+
+    Raises UnsplittableError where what follows the sums relates tokens.
+    """
+    tokens = Tokens(graph, x)
+    combine = _combine(tokens, block, {})
+    border = _border(tokens, block)
+    product = _summed(tokens, block, piece_between(graph, x, [border], block.targets))
+    return TokenPieces(piece_between(graph, x, [block.begin], [border], tokens.length), product, combine)
+
+
+def sub_batch_pieces(graph: fx.Graph, x: fx.Node, block: BlockPieces) -> SubBatchPieces:
+    """The same for sub-batches of tokens."""
+    tokens, begin, targets = Tokens(graph, x), block.begin, block.targets
+    masks = {node: mask_of(node) for node in ancestors(targets, {begin}) if is_attention(node)}
+    inputs = {node: split for node, split in tokens.inputs().items() if node not in masks.values()}
+    combine = _combine(tokens, block, inputs)
+    relates: Literal["none", "earlier", "all"] = "all"
+    try:
+        needed = ancestors(targets, {begin, *(each for node in masks for each in cuts_of_mask(node))})
+        found = tokens.followed(needed, {begin: tokens.of_activation, **inputs}, causal=True)
+        if all(found.get(node) == tokens.of_sums(block.sums) for node in targets):
+            relates = "earlier" if masks else "none"
+    except UnsplittableError:
+        pass  # it runs on all tokens
+    length, calls = (None, {}) if relates == "all" else (tokens.length, {
+        node: (causal_attention, (*node.args[:3], mask, *node.args[4:])) for node, mask in masks.items()
+    })  # fmt: skip
+    partial = _summed(tokens, block, piece_between(graph, x, [begin], targets, length, calls))
+    reads = {*combine.reads, *(() if relates == "all" else partial.reads)}
+    dims = {str(node.target): split.dim for node, split in inputs.items() if node.target in reads}
+    names = frozenset(str(mask.target) for mask in masks.values() if relates == "earlier" and mask is not None)
+    return SubBatchPieces(partial, combine, relates, names, dims)
+
+
+def _combine(tokens: Tokens, block: BlockPieces, inputs: Mapping[fx.Node, Split]) -> Piece:
+    """The graph after the sums, of a part of the sequence. inputs: of which it reads the part, too."""
+    along, of_sums = tokens.of_activation, tokens.of_sums(block.sums)
+    begin, sums, end = block.begin, block.sums, block.end
+    given = {begin: along, **dict.fromkeys(sums, of_sums), **inputs}
+    found = tokens.followed(ancestors([end], {begin, *sums}), given)
+    if end not in (begin, *sums) and found[end] != along:
+        raise UnsplittableError(f"its result {end} does not have the sequence as dimension 1")
+    combine = piece_between(tokens.graph, tokens.x, [begin, *sums], [end], tokens.length)
+    run = combine.run
+    return combine if of_sums == along else Piece(lambda x, y, *read: run(x, y.flatten(0, 1), *read), combine.reads)
+
+
+def _summed(tokens: Tokens, block: BlockPieces, product: Piece) -> Piece:
+    """A product whose sum is [batch, sequence, ...], to be scattered, also where it is [batch * sequence, ...]."""
+    run = product.run
+    if tokens.of_sums(block.sums) == tokens.of_activation:
+        return product
+    return Piece(lambda h, *read: run(h, *read).unflatten(0, h.shape[:2]), product.reads)
+
+
+def _border(tokens: Tokens, block: BlockPieces) -> fx.Node:
+    """Last node that is computed token by token from `begin` and that the targets depend on alone; else `begin`."""
+    begin, targets, along = block.begin, block.targets, tokens.of_activation
+    needed = ancestors(targets, {begin})
+    for node in reversed([each for each in tokens.graph.nodes if each in needed]):
+        if lengths_in(node) != lengths_in(tokens.x) or begin in ancestors(targets, {node}):
+            continue
+        before = ancestors([node], {begin})
+        if any(is_random(each) or each.target is block_linear for each in before):
+            continue
+        try:
+            if tokens.followed(before, {begin: along})[node] == along:
+                return node
+        except UnsplittableError:
+            continue
+    return begin
+
+
+@dataclass(frozen=True)
+class ExpertPieces:
+    """The graphs of a block in three pieces.
+
+    before: the block's input -> tokens, their experts and weights. given: any tensor -> the state of the experts and
+    their weights on this rank. after: the block's input and the experts' result -> partial sum.
+    """
+
+    before: Piece
+    given: Piece
+    after: Piece
+
+
+def expert_pieces(graph: fx.Graph, x: fx.Node, block: BlockPieces) -> ExpertPieces | None:
+    """Pieces of a block; None unless it sends tokens to experts once."""
+    begin, targets = block.begin, block.targets
+    found = [node for node in ancestors(targets, {begin}) if node.target is balanced_experts]
+    if len(found) != 1:
+        return None
+    (node,) = found
+    state, *tokens = node.args[:4]
+    own = [state, *node.args[4:]]
+    if begin in ancestors(own, set()):
+        return None
+    return ExpertPieces(
+        piece_between(graph, x, [begin], tokens, apart=True),
+        piece_between(graph, x, [begin], own, apart=True),
+        piece_between(graph, x, [begin, node], targets),
+    )
+
+
+def relation_of_samples(graph: fx.Graph, activation: str, result: Any) -> str:
+    """Op by which elements along dimension 0 of the activation depend on each other, or "".
+
+    graph: of the unsharded layer. activation: the placeholder. result: the node of the layer's first result.
+    """
+    (x,) = graph.find_nodes(op="placeholder", target=activation)
+    symbols = _symbols(lengths_in(x)[0])
+    needed = ancestors([result], set()) if symbols else set[fx.Node]()
+    for node in (each for each in graph.nodes if each in needed and each.op == "call_function"):
+        if any(_symbols(each) & symbols for each in _lengths_related(node)) or _divides(node, symbols):
+            return f"{node} ({node.target}) relates elements along dimension 0 of its activation"
+    return ""
+
+
+def _symbols(length: Any) -> Any:
+    return getattr(length, "free_symbols", set())
+
+
+def _divides(node: fx.Node, symbols: Any) -> bool:
+    """Whether a view takes dimension 0 of the activation apart into groups, [2, samples / 2, ...]."""
+    found = [each for each in lengths_in(node) if _symbols(each) & symbols] if name_of(node) in VIEWS else []
+    doubled = {symbol: 2 * symbol for symbol in symbols}
+    return any((each.subs(doubled) - 2 * each).expand() != 0 for each in found)
+
+
+def _lengths_related(node: fx.Node) -> list[Any]:
+    """Lengths of the dimensions along which an op relates elements of its arguments: of all of them for an op that
+    the op table does not have.
+    """
+    if not any(isinstance(each, Tensor) for each in _values(node)):
+        return []
+    given = [value for each in node.all_input_nodes for value in _values(each)]
+    if is_element_wise(node):  # a number of samples is another in a sub-batch
+        return given
+    dims = dims_of(node)
+    if dims is not None:
+        pairs = [pair for each, letters in dims.given for pair in zip(letters, lengths_in(each), strict=False)]
+        return [length for letter, length in pairs if dims.along.get(letter, "repeats") != "repeats"]
+    return [expression(length) for value in [*given, *_values(node)]
+            for length in (value.shape if isinstance(value, Tensor) else [value])]  # fmt: skip
+
+
+def _values(node: fx.Node) -> list[Any]:
+    """Results of a node in a trace: one or several, lengths as expressions."""
+    found = value_in(node)
+    return list(map(expression, found if isinstance(found, (list, tuple)) else [found]))

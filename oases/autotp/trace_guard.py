@@ -1,12 +1,14 @@
-"""Guard of a layer's trace: what changed since is traced again, or refused.
+"""Guard of a layer's trace: what a graph does not hold, and what changed since and is traced again or refused.
 
 Traced again: training modes, and attributes with plain values. Refused: hooks within the layer, other forwards and
-submodules, other tensors as attributes. Weights, buffers and `requires_grad` may change; a graph reads them anew.
+submodules, other tensors as attributes, and Python code for the backward pass. Weights, buffers and `requires_grad`
+may change; a graph reads them anew.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from oases.limits import short
 
@@ -25,6 +28,8 @@ MOST_VALUES = 16
 """Values of an attribute that a layer is traced for."""
 _OF_MODULES = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
 """Private attributes that every module has."""
+_TOLERANCE = 1e-6
+"""Relative, of a backward pass; authors write constants with some eight digits."""
 
 
 def inner_hooks(layer: nn.Module) -> str:
@@ -55,15 +60,15 @@ def recorders(part: nn.Module) -> dict[int, Any]:
 @contextmanager
 def unrecorded(module: nn.Module) -> Iterator[None]:
     """Context in which transformers does not record what a module and its submodules compute."""
-    found = [(part, recorders(part)) for part in module.modules() if part._forward_hooks]
-    for part, hooks in found:
+    found = [(part._forward_hooks, recorders(part)) for part in module.modules() if part._forward_hooks]
+    for held, hooks in found:
         for number in hooks:
-            del part._forward_hooks[number]
+            del held[number]
     try:
         yield
     finally:
-        for part, hooks in found:
-            part._forward_hooks.update(hooks)
+        for held, hooks in found:
+            held.update(hooks)
 
 
 def _is_plain(value: Any) -> bool:
@@ -123,35 +128,8 @@ def states_of(layer: nn.Module) -> States:
     ]  # fmt: skip
 
 
-def base_of(layer: nn.Module, traced: States) -> States:
-    """States that a layer's are compared with: of its traced copy, which has all adapters active, those that may
-    differ between the two (private ones, as peft's `_disable_adapters`, and collections, as its `scaling`); its own
-    others, of which one may be its index.
-    """
-    return [
-        {name: value if name.startswith("_") or isinstance(value, (list, tuple, set, dict)) else vars(part)[name]
-         for name, value in values.items() if _is_plain(vars(part).get(name, layer))}
-        for part, values in zip(layer.modules(), traced, strict=True)
-    ]  # fmt: skip
-
-
-def modes_of(layer: nn.Module, base: States) -> Modes:
-    """Modes of a layer. base: its states when it was traced."""
-    parts = list(layer.modules())
-    return Modes(
-        tuple(part.training for part in parts),
-        tuple(
-            State(at, name, comparison_key(held[name]), copy.deepcopy(held[name]))
-            for at, (part, values) in enumerate(zip(parts, base, strict=True))
-            for held in [vars(part)]
-            for name, value in values.items()
-            if name in held and _is_plain(held[name]) and comparison_key(held[name]) != comparison_key(value)
-        ),
-    )
-
-
 def set_modes(layer: nn.Module, modes: Modes, traced: States) -> None:
-    """Set the training mode and the states of each submodule, as `modes_of` returned them."""
+    """Set the training mode and the states of each submodule, as `TraceGuard.modes` returned them."""
     parts = list(layer.modules())
     for part, training, values in zip(parts, modes.training, traced, strict=True):
         part.training = training
@@ -170,10 +148,16 @@ class TraceGuard:
         self._fixed = [self._forwards_and_modules(part) for part in self._parts]
         self._tensors = [(part, name, value) for part in self._parts for name, value in _attributes(part).items()
                          if isinstance(value, Tensor)]  # fmt: skip
-        self._base = base_of(layer, traced)
+        # The copy has all adapters active. So what may differ between the two (private attributes, as peft's
+        # `_disable_adapters`, and collections, as its `scaling`) is compared with the copy's, and others, of which
+        # one may be the layer's index, with the layer's own.
         self._watched = [
-            (part, name) for part, values in zip(self._parts, self._base, strict=True) for name in values
-        ]
+            (at, part, name, comparison_key(
+                value if name.startswith("_") or isinstance(value, (list, tuple, set, dict)) else vars(part)[name]
+            ))
+            for at, (part, values) in enumerate(zip(self._parts, traced, strict=True))
+            for name, value in values.items() if _is_plain(vars(part).get(name, layer))
+        ]  # fmt: skip
         self._seen: list[Any] = []
         self._states: tuple[State, ...] = ()
         self._values: dict[tuple[int, str], set[Any]] = {}
@@ -193,8 +177,9 @@ class TraceGuard:
             if part.__dict__.get(name) is not tensor:
                 raise self._changed(part, f"had {name} and has another tensor now: set it")
         # Most calls compare alone: a step calls this for every layer.
-        if [part.__dict__.get(name, self) for part, name in self._watched] != self._seen:
-            self._see()
+        values = [part.__dict__.get(name, self) for _, part, name, _ in self._watched]
+        if values != self._seen:
+            self._see(values)
         return Modes(tuple([part.training for part in self._parts]), self._states)
 
     def _forwards_and_modules(self, part: nn.Module) -> list[Any]:
@@ -202,31 +187,32 @@ class TraceGuard:
         own = None if part is self._layer else part.__dict__.get("forward")
         return [own, type(part).forward, [*part._modules.items()]]
 
-    def _see(self) -> None:
+    def _see(self, values: list[Any]) -> None:
         """Take over states that have changed since the last call. RuntimeError where a value is no plain one."""
-        values = [vars(part).get(name, self) for part, name in self._watched]
-        for (part, name), value in zip(self._watched, values, strict=True):
+        states: list[State] = []
+        for (at, part, name, traced), value in zip(self._watched, values, strict=True):
             if not _is_plain(value):
                 found = "none" if value is self else f"a {type(value).__name__} of other values than plain ones"
                 raise self._changed(part, f"had a plain {name} and has {found} now: set it")
-        self._states = modes_of(self._layer, self._base).states
-        self._seen = copy.deepcopy(values)
-        for state in self._states:
+            if (key := comparison_key(value)) != traced:
+                states.append(State(at, name, key, copy.deepcopy(value)))
+        self._states, self._seen = tuple(states), copy.deepcopy(values)
+        for state in states:
             known = self._values.setdefault((state.part, state.name), set())
             known.add(state.key)
             if len(known) > MOST_VALUES:
-                where = ".".join(each for each in (self._where(self._parts[state.part]), state.name) if each)
                 raise RuntimeError(
-                    f"{where} has had {len(known)} values, now {short(state.value)}, and the layer is traced again "
-                    "for each; keep what changes in every step outside of the layer"
+                    f"{self._where(self._parts[state.part], state.name)} has had {len(known)} values, now "
+                    f"{short(state.value)}, and the layer is traced again for each; keep what changes in every step "
+                    "outside of the layer"
                 )
 
     def _changed(self, part: nn.Module, what: str) -> RuntimeError:
         where = self._where(part) or "the model"
         return RuntimeError(f"{where} {what} before parallelize(), which traced the layer as it was then")
 
-    def _where(self, part: nn.Module) -> str:
-        return ".".join(each for each in (self._path, self._names[part]) if each)
+    def _where(self, part: nn.Module, name: str = "") -> str:
+        return ".".join(each for each in (self._path, self._names[part], name) if each)
 
 
 def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
@@ -301,3 +287,86 @@ def indices_in(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
             for name, value in vars(part).items():
                 counting[path, name] = counting.get((path, name), True) and type(value) is int and value == at
     return {key for key, counts in counting.items() if counts}
+
+
+@contextmanager
+def code_of_backward() -> Iterator[Callable[[], list[str]]]:
+    """Watch this thread; yields a function that names what has code for the backward pass that a graph would lose.
+
+    An autograd function whose backward is the derivative of its forward (a GELU that saves memory, say) loses
+    nothing; others (straight-through estimators, scaled gradients) and hooks of activations do.
+    """
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    hooks: list[str] = []
+    thread = threading.get_ident()
+    functions: Any = torch.autograd.function._SingleLevelFunction  # apply() of all goes on to that of its base
+    register = Tensor.register_hook
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # A custom operator's is called by the operator, which is a node of the graph.
+        if threading.get_ident() == thread and not cls.__module__.startswith("torch._library"):
+            given = tuple(_Given.of(each) if isinstance(each, Tensor) else each for each in args)
+            calls[f"{id(cls)} {given}"] = cls, given
+        return super(functions, cls).apply(*args, **kwargs)
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        if threading.get_ident() == thread:
+            hooks.append("Tensor.register_hook")
+        return register(tensor, hook)
+
+    def lost() -> list[str]:
+        others = [cls.__name__ for cls, given in calls.values() if not _is_derivative(cls, given)]
+        return list(dict.fromkeys([*(f"the autograd function {name}" for name in others), *hooks]))
+
+    functions.apply, Tensor.register_hook = classmethod(apply), register_hook  # type: ignore[method-assign]
+    try:
+        yield lost
+    finally:
+        del functions.apply
+        Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+class _Given(NamedTuple):
+    """Tensor of a traced call; dynamic dimensions have their traced length."""
+
+    shape: tuple[int, ...]
+    floating: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Given:
+        lengths = (length if isinstance(length, int) else length.node.hint for length in tensor.shape)
+        return cls(tuple(lengths), tensor.is_floating_point())
+
+
+def _is_derivative(function: Any, given: tuple[Any, ...]) -> bool:
+    """Whether a function's backward is the derivative of its forward, at random numbers."""
+
+    def results(call: Callable[..., Any]) -> list[Tensor]:
+        """Results and gradients."""
+        generator = torch.Generator().manual_seed(0)
+
+        def random(shape: Sequence[int]) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+        args = [
+            each if not isinstance(each, _Given)
+            else random(each.shape).requires_grad_() if each.floating
+            else torch.zeros(each.shape, dtype=torch.long)
+            for each in given
+        ]  # fmt: skip
+        with torch.enable_grad():
+            found = pytree.tree_leaves(call(*args))
+        found = [each for each in found if isinstance(each, Tensor) and each.requires_grad]
+        of = [each for each in args if isinstance(each, Tensor) and each.requires_grad]
+        weights = [random(each.shape).to(each.dtype) for each in found]
+        return [*found, *(torch.autograd.grad(found, of, weights, materialize_grads=True) if found else ())]
+
+    def traced(*args: Any) -> Any:
+        apart = torch.autograd.function._is_setup_context_defined(function.setup_context)
+        return function.forward(*args) if apart else function.forward(FunctionCtx(), *args)
+
+    try:
+        pairs = list(zip(results(function.apply), results(traced), strict=True))
+    except Exception:  # a model's code may raise anything, as on types other than its own: then it stays as it is
+        return False
+    return all(bool((one - other).abs().max() <= _TOLERANCE * one.abs().max()) for one, other in pairs if one.numel())

@@ -244,7 +244,8 @@ def _require_cuttable(module: nn.Module, process_group: ProcessGroup) -> None:
     if weight is None or weight.shape[0] != rows:
         held = "no parameter 'weight'" if weight is None else f"a weight of shape {tuple(weight.shape)}"
         raise ValueError(f"{what} of {rows} rows has {held}; quantised and parametrised weights cannot be sharded")
-    if rows < group_size(process_group):
+    ranks = group_size(process_group)
+    if -(-rows // ranks) * (ranks - 1) >= rows:  # by torch.chunk, the last rank would have none
         raise ValueError(
             f"{what} has {rows} rows, too few for the tensor-parallel degree {group_size(process_group)}; "
             "use a smaller degree, or replicate the module"
@@ -255,22 +256,6 @@ def _become(module: nn.Module, ours: type[_Sharded], plain: type[nn.Module]) -> 
     """Set the class to `ours`; a subclass keeps its forward, whose super() becomes `ours`."""
     theirs = type(module)
     module.__class__ = ours if theirs is plain else _mixed(theirs, ours)
-
-
-def is_vocabulary_parallel(module: nn.Module) -> bool:
-    """Whether a module is one after `shard_embedding` or `shard_head`."""
-    return isinstance(module, _Sharded)
-
-
-def become_plain(module: nn.Module) -> None:
-    """Undo what `shard_embedding` and `shard_head` do to a module, but for its tensors."""
-    if isinstance(module, _Sharded):
-        plain: Any = next(
-            each for each in type(module).__mro__ if issubclass(each, nn.Module) and not issubclass(each, _Sharded)
-        )
-        module.__class__ = plain
-        for name in ("num_chunks", "_chunks"):
-            vars(module).pop(name, None)
 
 
 _mixtures: dict[tuple[type, type], type] = {}

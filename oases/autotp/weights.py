@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from oases.autotp.gathering import base_of, is_adapted, is_pretrained, materialize_buffers, wire_device
 from oases.core.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.distributed.dtensors import is_tensor_parallel, part_of_rank, renewed, with_local
 from oases.distributed.failures import raise_together
 from oases.distributed.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
@@ -260,16 +261,17 @@ def _materialized(
     old = shard.tensor
     wanted = dtype if dtype is not None and old.is_floating_point() else old.dtype
     if not old.is_meta and old.dtype == wanted:
-        return old.detach()
-    empty = torch.empty_like(old, dtype=wanted, device=device if old.is_meta else old.device, requires_grad=False)
+        return shard.part
+    part = shard.part
+    empty = torch.empty_like(part, dtype=wanted, device=device if old.is_meta else old.device)
+    placed = with_local(old, empty) if is_tensor_parallel(old) else empty
     if not old.is_meta and isinstance(old, nn.Parameter):
-        old.data = empty  # the parameter object stays the same
-        return old.detach()
-    new = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
-    new.__dict__.update(old.__dict__)
+        old.data = placed  # the parameter object stays the same
+        return shard.part
+    new = renewed(old, placed) if isinstance(old, nn.Parameter) else empty
     for tensors, name in places[id(old)]:
         tensors[name] = new
-    return new.detach()
+    return part_of_rank(new).detach()
 
 
 @torch.no_grad()

@@ -7,18 +7,18 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
+import oases.records as records
 from oases.errors import UsageError
-from oases.files import parse_json, read_json
-from oases.limits import short
+from oases.files import MOST_BYTES, parse_json, read_json
 
 FORMAT = 4
 """Version of the checkpoint format; increased when an older reader would misread it."""
 
 RECORD = "checkpoint.json"
 """Metadata file; a folder with one is a checkpoint."""
+Count = Annotated[int, records.Number(least=0)]
 
 
 class FormatError(UsageError):
@@ -32,9 +32,8 @@ class Metadata:
     step: steps done. updates: steps done without those skipped for a bad loss. sizes: model sizes that must match to
     load it. data: seed, sizes of batch and corpus, and the next step, which determine the next batch. ranks: their
     number. random: random states saved for every rank, "cpu" and "cuda"; random streams of the stacks' ops depend on
-    the step only. losses: recent losses, nats per token, to detect spikes. choices: schedules that "auto" chose, see
-    `choices_of`. backend: of torch.distributed that made the sums, "" where unknown. config, plan: for information
-    only.
+    the step only. choices: schedules that "auto" chose, see `choices_of`. backend: of torch.distributed that made the
+    sums, "" where unknown. config, plan: for information only.
 
     Of a parallelized model, names: other names of tied tensors, with the name in the checkpoint. optimizer: "class",
     "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. streams:
@@ -42,14 +41,13 @@ class Metadata:
     user saved.
     """
 
-    step: int
-    updates: int
+    step: Count
+    updates: Count
     sizes: dict[str, Any]
     learning_rate: float = 0.0
     data: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
+    ranks: Count = 1
     random: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
     backend: str = ""
     config: dict[str, Any] = field(default_factory=dict)
@@ -58,12 +56,12 @@ class Metadata:
     streams: dict[str, list[int | None]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] | None = None
-    format: int = FORMAT
+    format: Count = FORMAT
 
     def write(self, folder: Path) -> None:
         """Write the metadata file into a checkpoint's folder. UsageError where it could not be read again."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
-        parse_json(text, f"{RECORD} of step {self.step}", "keep large data in files of its own", strict=False)
+        require_readable(text, f"{RECORD} of step {self.step}")
         write_synced(folder / RECORD, text)
 
     @classmethod
@@ -78,31 +76,29 @@ class Metadata:
             # Not strict: options of an optimizer and the user's values may be infinite, as ReduceLROnPlateau's are.
             given = read_json(Path(folder) / RECORD, "file", "use another", strict=False)
             _require_format(folder, given["format"], older)
-            record = cls(**given)
-            record._require_valid(Path(folder).name)
+            given.pop("losses", None)  # of versions before 0.2
+            record = records.read(cls, given, RECORD, "use another")
+            if record.optimizer:
+                records.read(_Optimizer, record.optimizer, "optimizer", "use another")
+            name = Path(folder).name
+            if name.startswith("step-") and name[5:].isdecimal() and int(name[5:]) != record.step:
+                raise UsageError(f"step is {record.step} in {name}")
             return record
         except FormatError:
             raise
-        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        except (UsageError, OSError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error!s:.300}); use another"
             ) from error
 
-    def _require_valid(self, folder: str) -> None:
-        """Raise TypeError for a field of another type, ValueError for one out of range."""
-        for name, kind in get_type_hints(Metadata).items():
-            if not _fits(getattr(self, name), kind):
-                raise TypeError(f"{name} is {short(getattr(self, name))}")
-        for name in ("step", "updates", "ranks", "format"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}")
-        if folder.startswith("step-") and folder[5:].isdecimal() and int(folder[5:]) != self.step:
-            raise ValueError(f"step is {self.step} in {folder}")
-        kinds = {"class": str, "groups": list[dict[str, Any]], "numbers": dict[str, str]}
-        given = {"numbers": {}} | self.optimizer
-        right = given.keys() == kinds.keys() and all(_fits(given[name], kind) for name, kind in kinds.items())
-        if self.optimizer and not right:
-            raise TypeError(f"optimizer is {short(self.optimizer)}")
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """Content of `Metadata.optimizer`, where there is any."""
+
+    kind: Annotated[str, records.Name("class")]
+    groups: list[dict[str, Any]]
+    numbers: dict[str, str] = field(default_factory=dict)
 
 
 def _require_format(folder: str | Path, version: Any, older: bool) -> None:
@@ -118,18 +114,11 @@ def _require_format(folder: str | Path, version: Any, older: bool) -> None:
         )
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of an annotated type. Integers have 64 bits."""
-    of = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return any(_fits(value, each) for each in of)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(each, of[0]) for each in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(each, of[1]) for each in value.values())
-    if kind in (int, float) and type(value) is int:
-        return abs(value) < 2**64
-    return kind is Any or type(value) is kind
+def require_readable(text: str, what: str, most_bytes: int = MOST_BYTES) -> Any:
+    """Data of a JSON text. UsageError where `Metadata.read` could not read it."""
+    if len(text) > most_bytes:
+        raise UsageError(f"{what} has over {most_bytes} bytes as JSON; keep large data in a separate file")
+    return parse_json(text, what, "keep large data in a separate file", strict=False)
 
 
 def is_checkpoint(folder: str | Path) -> bool:

@@ -29,7 +29,7 @@ from oases.checkpoint.contents import (
 )  # fmt: skip
 from oases.checkpoint.files import load
 from oases.checkpoint.lock import FolderLock
-from oases.checkpoint.metadata import Metadata, is_checkpoint
+from oases.checkpoint.metadata import Metadata, is_checkpoint, require_readable
 from oases.checkpoint.resume import require_latest, require_seen, valid_checkpoint
 from oases.checkpoint.state import random_streams, state
 from oases.checkpoint.writer import CheckpointWriter
@@ -37,7 +37,7 @@ from oases.core.execution.group import ProcessGroup, all_gather_objects, group_r
 from oases.distributed.failures import raise_together
 from oases.distributed.mesh import run_of
 from oases.errors import UsageError
-from oases.files import parse_json
+from oases.files import MOST_BYTES
 from oases.limits import short
 
 
@@ -225,7 +225,7 @@ def _copied(extra: dict[str, Any]) -> dict[str, Any]:
     with suppress(TypeError, ValueError, RecursionError):
         found = json.dumps(extra)
     if found is not None:
-        found = parse_json(found, "extra", "keep large data in files of its own", strict=False)
+        found = require_readable(found, "extra", MOST_BYTES // 2)  # the rest of the record has room, too
     if found != extra:
         raise UsageError(
             f"extra is {short(extra)}; give what JSON can hold: numbers, strings, lists, dicts with strings as keys"

@@ -13,8 +13,6 @@ from oases.checkpoint.metadata import is_checkpoint
 from oases.errors import UsageError
 
 _NAME = re.compile(r"step-(\d{6,})")
-WANDB_RUN = ".wandb-run"
-"""File with the id of the run at Weights & Biases, which a resumed run continues."""
 _LEFT = re.compile(r"\.(?P<name>step-\d{6,})\.(?P<kind>part|old|pruned)")
 _BROKEN = ".broken"
 
@@ -51,7 +49,7 @@ def require_folder(folder: str | Path) -> Path:
             f"checkpoint {str(folder)!r} is a checkpoint itself; give the folder for the checkpoints of all steps"
         )
     if path.is_dir():
-        names = [item.name for item in path.iterdir() if item.name not in (LOCK, WANDB_RUN)]
+        names = [item.name for item in path.iterdir() if item.name != LOCK]
         if names and not any(_NAME.match(name) or _LEFT.fullmatch(name) for name in names):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds other files and no checkpoint; give a new or empty folder"

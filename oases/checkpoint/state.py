@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.randomness import default_generators
+from oases.core.execution.dtensors import local_of
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
-from oases.distributed.fsdp import local, rows_of
+from oases.distributed.fsdp import rows_of
 from oases.distributed.optimizer import ShardedOptimizer, set_state, state_of, weight_of
+from oases.distributed.pieces import StateShard, pieces_of
 from oases.distributed.shard_map import TensorShard, shard_map
-from oases.distributed.state_shards import StateShard, pieces_of
 from oases.errors import UsageError
 
 State = dict[str, Any]
@@ -78,7 +79,7 @@ def held_tensors(model: nn.Module, group: ProcessGroup | None) -> list[TensorSha
 
 def _as_stored(tensor: Tensor, shard: TensorShard) -> Tensor:
     """This rank's part of a parameter, or of state of its shape, as a tensor of the full shape; a scalar as it is."""
-    held, rows = local(tensor.detach()), rows_of(shard.tensor)
+    held, rows = local_of(tensor).detach(), rows_of(shard.tensor, shard.part_rows)
     if tensor.shape != shard.tensor.shape or (shard.cut is None and rows is None):
         return held
     group = shard.process_group

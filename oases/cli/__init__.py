@@ -13,7 +13,6 @@ from oases import __version__
 from oases.cli.options import COMMANDS, Parser, command, fail, require_writable, result_output
 from oases.core.schedule import ScheduleError
 from oases.errors import ExtensionError, UsageError
-from oases.limits import require_arguments
 
 _COMPLETION = "--print-completion"
 
@@ -43,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (a rank failed) or 2 (invalid input)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        require_arguments(given)
         options = _parser(given).parse_args(given)
         require_writable("--json", options.json)
         with result_output(options.json):

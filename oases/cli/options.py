@@ -18,7 +18,8 @@ from oases import testbed
 from oases.errors import UsageError, make_folder
 from oases.files import write_text
 from oases.launch import fork_server
-from oases.limits import flag_of, require_numbers
+from oases.limits import flag_of, require_numbers, short
+from oases.moved import REMOVED
 from oases.testbed import Backend
 
 STANDARD_OUTPUT = "-"
@@ -55,22 +56,38 @@ ELSEWHERE = {
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports errors like all others: one line, exit code 2."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, _whole)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; report unknown arguments as errors of the command that got them, with the nearest known option."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
+            if gone := REMOVED.get(name.removeprefix("--").replace("-", "_")):
+                self.error(f"{name} is no option any more: {gone}")
             known = ELSEWHERE.get(name, "")
             near = [known] if known.split(" ")[0] in self._option_string_actions else []
             near = near or difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         require_numbers(vars(options), flags=True)
+        for option, value in vars(options).items():
+            if isinstance(value, str) and value and not value.replace(",", "").strip():
+                self.error(f"{flag_of(option)} names nothing: {value!r}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a parsing error (called by argparse)."""
         fail(f"{message}; see '{self.prog} --help'")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {short(text)}") from error
 
 
 def fail(message: str) -> NoReturn:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from oases.core.dtypes import LOSSY, WIRES
 from oases.errors import UsageError
+from oases.plans.gpt import MODELS, gpt, model_called, resized
 from oases.plans.layered import Model
-from oases.plans.shape import ELEMENT_BYTES, MODELS, ModelShape, model_called
+from oases.plans.shape import ELEMENT_BYTES
 from oases.simulator.cluster import ONE_NODE, cluster_called, known_clusters, with_link
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
@@ -113,7 +114,7 @@ def model_of(options: argparse.Namespace) -> Model:
             raise UsageError(f"--model {options.model} has its sizes; leave out {', '.join(both)}, or --model")
         if options.model not in MODELS and (Path(options.model).exists() or {"/", "."} & set(options.model)):
             return _traced(options)
-        return replace(model_called(options.model), **given)
+        return resized(model_called(options.model), **given)
     if "hidden" in given and "heads" not in given:
         given["heads"] = max(1, given["hidden"] // 64)
         if given["hidden"] % given["heads"]:
@@ -123,12 +124,12 @@ def model_of(options: argparse.Namespace) -> Model:
         raise UsageError(
             f"which model? {', '.join(missing)} is missing; give it, or --model with one of {', '.join(MODELS)}"
         )
-    return ModelShape(**given)
+    return gpt(**given)
 
 
 def _traced(options: argparse.Namespace) -> Model:
     """Model of a configuration, with progress by kind of layer."""
-    from oases.graph.trace import trace_configuration
+    from oases.autotp.costs import trace_configuration
     from oases.terminal import working
 
     if options.vocabulary is not None:

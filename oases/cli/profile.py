@@ -23,7 +23,6 @@ from oases.cli.options import (
     write_result,
 )
 from oases.errors import UsageError
-from oases.plans.shape import ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Hardware, MeasuredBlock
 from oases.simulator.hardware_file import read_hardware, to_json
@@ -129,8 +128,8 @@ def _step(times: BlockTimes) -> float:
 
 def _flops(block: MeasuredBlock) -> float:
     """FLOP/s of the matmuls; the backward pass has twice those of the forward pass."""
-    shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
-    return 3 * sum(shape.matmul_flops(block.kind, block.tp, block.samples)) / _step(block.times)
+    model, kind = block.of
+    return 3 * sum(model.matmul_flops(kind, block.tp, block.samples)) / _step(block.times)
 
 
 def add(commands: Any) -> None:

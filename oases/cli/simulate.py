@@ -17,13 +17,13 @@ from oases.errors import UsageError
 from oases.files import write_text
 from oases.limits import flag_of
 from oases.planner.balance import part_blocks
-from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space
+from oases.planner.timings import StackTimings
 from oases.plans.check import require_micro_batches
 from oases.plans.layered import Model
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
@@ -154,7 +154,7 @@ def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: in
             {"exposed_seconds": exposed, "bubble_seconds": bubble, "memory_bytes": memory}
             for exposed, bubble, memory in stages
         ],
-        "plan": dataclasses.asdict(plan),
+        "plan": plan.data(),
     }
 
 

@@ -17,6 +17,7 @@ from oases.core.blocks.sharding import Cut
 from oases.core.execution.communication import add_wire, quantised_type
 from oases.core.execution.failure import Form, begin_call, monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.distributed.dtensors import part_of_rank
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -117,18 +118,15 @@ def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
 def broadcast_shares(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
     """Broadcast every rank's parameters to the group, in flat tensors of one type and at most BUCKET_BYTES each."""
     for rank, parameters in enumerate(owned):
-        for bucket in _buckets(parameters):
-            flat = torch.cat([parameter.detach().flatten() for parameter in bucket])
+        for bucket in _buckets([part_of_rank(parameter).detach() for parameter in parameters]):
+            flat = torch.cat([part.flatten() for part in bucket])
             dist.broadcast(flat, group=group, group_src=rank)
-            parts: Iterable[Tensor] = flat.split([parameter.numel() for parameter in bucket])
-            torch._foreach_copy_(
-                [parameter.detach() for parameter in bucket],
-                [part.view_as(one) for part, one in zip(parts, bucket, strict=True)],
-            )
+            parts: Iterable[Tensor] = flat.split([part.numel() for part in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    buckets: list[list[nn.Parameter]] = []
+def _buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
     used, dtype = 0, None
     for parameter in parameters:
         if not buckets or used + parameter.nbytes > BUCKET_BYTES or parameter.dtype != dtype:

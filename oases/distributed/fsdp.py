@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.distributed.dtensors import is_tensor_parallel
 from oases.distributed.precision import is_low
 from oases.errors import UsageError
 
@@ -29,11 +31,6 @@ if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest, a
 
 COMPUTED_IN = "oases_computed_in"
 """Attribute of a shard with the type of its gathered weight, where that is another one."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing memory; any other tensor itself."""
-    return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class _TicketWork(dist.Work):
@@ -249,21 +246,22 @@ class JoinedUnits:
                 unit.computed()
 
 
-def rows_of(tensor: Tensor) -> tuple[int, int] | None:
-    """[first, last) of the rows of a DTensor that this rank has; None for any other tensor.
+def rows_of(tensor: Tensor, rows: int) -> tuple[int, int] | None:
+    """[first, last) of the rows of a tensor that this rank has by FSDP; None without FSDP.
 
-    UsageError for a DTensor that is not sharded by rows over one dimension of a mesh.
+    rows: of this rank's tensor-parallel part. UsageError for a DTensor that is not sharded by rows over one dimension
+    of a mesh.
     """
-    if not hasattr(tensor, "to_local"):
+    tensor_parallel = is_tensor_parallel(tensor)
+    if not is_dtensor(tensor) or (tensor_parallel and cast("DTensor", tensor).device_mesh.ndim == 1):
         return None
     mesh, placements = cast("DTensor", tensor).device_mesh, cast("DTensor", tensor).placements
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
+    if mesh.ndim != 1 + tensor_parallel or not placements[0].is_shard(0):
         raise UsageError(
             f"a parameter is laid out as {placements} over {mesh}; checkpoints take parameters that fully_shard has "
             "sharded along dimension 0 over one dimension of a mesh"
         )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank has a shard"
-    rows = tensor.shape[0]
-    most = -(-rows // mesh.size())  # as by torch.chunk
+    most = -(-rows // mesh.size(0))  # as by torch.chunk
     return min(rows, coordinate[0] * most), min(rows, (coordinate[0] + 1) * most)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.distributed.collectives import agreed_group
+from oases.distributed.dtensors import part_of_rank
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -43,7 +44,7 @@ class _Bucket:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            found.append(parameter.grad)
+            found.append(part_of_rank(parameter.grad))
         return found
 
 
@@ -55,7 +56,7 @@ class _Lane:
         self.buckets = buckets
         self._next = 0
         self._wire = wire
-        sizes = [sum(each.numel() for each in bucket.parameters) for bucket in buckets]
+        sizes = [sum(part_of_rank(each).numel() for each in bucket.parameters) for bucket in buckets]
         about = ("numbers in each bucket", tuple(sizes))
         agreed_group(self._group_name, "the average of gradients", wire or None, "gradient_wire", about)
 
@@ -205,7 +206,7 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int, group: ProcessGr
     used, kind = 0, None
     for parameter in reversed(list(dict.fromkeys(parameters))):
         dtype = parameter.grad_dtype or parameter.dtype  # None allows any type
-        size = parameter.numel() * dtype.itemsize
+        size = part_of_rank(parameter).numel() * dtype.itemsize
         if not buckets or used + size > bucket_bytes or (dtype, parameter.device) != kind:
             buckets.append([])
             used, kind = 0, (dtype, parameter.device)

@@ -1,19 +1,20 @@
 """Guards against wrappers and functions of torch that take this rank's shards for the whole model.
 
-torch does not know what a plain parameter is a part of. DistributedDataParallel over tensor-parallel ranks would
-overwrite every rank's shards with the first rank's, FSDP would mix the shards of all; `clip_grad_norm_` would compute
-another norm on each rank; an optimizer made before would go on with the replaced parameters. Modules with sharded
-parameters are registered here. DistributedDataParallel and FSDP1 are refused when such a module is registered in
-them, by torch's hook for that, and `replicate` when it registers a list of such parameters; FSDP2 when it takes a
-parameter, by a wrapper; ZeroRedundancyOptimizer before its first step. torch's total norm is replaced by one over all
-ranks, and clipping of shards by another norm refused.
+torch does not know what a plain parameter is a part of, such as a weight of the layers that this package offers.
+DistributedDataParallel over tensor-parallel ranks would overwrite every rank's shards with the first rank's, FSDP
+would mix the shards of all; `clip_grad_norm_` would compute another norm on each rank; an optimizer made before would
+go on with the replaced parameters. Modules with sharded parameters are registered here. DistributedDataParallel and
+FSDP1 are refused when such a module is registered in them, by a hook of torch, and `replicate` when it registers
+a list of such parameters; FSDP2, which torch itself refuses for DTensors of the same ranks, and
+ZeroRedundancyOptimizer before the first step; torch.distributed.checkpoint when it asks for a plain shard. torch's
+total norm is replaced by one over all ranks, and clipping of plain shards by another norm refused.
 """
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Iterable
-from functools import wraps
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -24,24 +25,23 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import oases.distributed.state_shards as state_shards
-from oases.core.blocks.sharding import Cut, cuts, sharded_modules, sharded_parameters, watch_shards
+from oases.core.blocks.sharding import sharded_modules, sharded_parameters, watch_shards
+from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_of, group_size
-from oases.distributed.collectives import gather
+from oases.distributed.dtensors import TP, is_fsdp_shard, is_fused, is_tensor_parallel, local_above
+from oases.distributed.pieces import PlainShard, refused_shard
 from oases.distributed.replicas import averaged_parameters, replicas_of
 from oases.distributed.total_norm import install as install_total_norm
 from oases.distributed.total_norm import is_total
 from oases.errors import UsageError
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
-"""Module of torch with FSDP2's parameters; patched once it is imported, because that takes half a second."""
 _WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
 """Names of the wrapped module in torch's wrappers."""
 _ZERO = "ZeroRedundancyOptimizer"
 _AVERAGED = (
     "{} around a model that averages its gradients by itself, over the mesh's data-parallel dimension; call the "
-    "model as it is, or, where parameters around it are trained, too, leave that dimension out: "
-    'oases.parallelize(model, mesh=mesh["tp"])'
+    "model as it is, or, where parameters around it are trained, too, parallelize() the module that holds all of "
+    'them; for fully_shard leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
 )
 _holders: WeakSet[nn.Module] = WeakSet()
 _stages: WeakSet[nn.Module] = WeakSet()
@@ -50,6 +50,10 @@ _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Optimizers whose steps are right."""
 _before_steps: Any = None
 """Handle of the hook before steps of optimizers."""
+_LOADING = ("_load_model_state_dict", "_load_optim_state_dict")
+"""Functions of torch.distributed.checkpoint.state_dict."""
+_WHOLE = ("Muon", "LBFGS")
+"""Optimizers that compute with whole matrices, or with all of them at once."""
 _SHARDED = "_oases_sharded"
 """Attribute of a parameter that a shard replaced."""
 _clips_whole = clip_grad._clip_grads_with_norm_
@@ -58,13 +62,42 @@ _clips_whole = clip_grad._clip_grads_with_norm_
 def guard_shards(module: nn.Module) -> None:
     """Refuse wrong uses of this module's sharded parameters from now on; those of its submodules, too."""
     for holder, _ in sharded_modules(module):
-        if getattr(holder, "tensor_parallel", 1) > 1:
+        if getattr(holder, "tensor_parallel", 1) > 1 and holder not in _holders:
             _holders.add(holder)
+            holder.register_state_dict_post_hook(_mark_shards)
+            object.__setattr__(holder, "_fqn_modifiers", partial(_refuse_state_dicts, holder))
             _check_steps()
             _replace_clipping()
-            install_total_norm(_groups_of_gradients, _refuse_stages)
-            state_shards.install(registered_shards)
-            _guard_fsdp2()
+
+
+def _plain(holder: nn.Module) -> dict[str, nn.Parameter]:
+    """Sharded parameters of a module that are no DTensors, by their names there."""
+    held = {name: holder._parameters.get(name) for name in getattr(holder, "shard_dims", {})}
+    return {name: each for name, each in held.items() if each is not None and not is_dtensor(each)}
+
+
+def _mark_shards(holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Have torch.distributed.checkpoint refuse the plain shards in a state dict."""
+    for name in _plain(holder):
+        if type(state.get(prefix + name)) is Tensor:
+            state[prefix + name] = state[prefix + name].as_subclass(PlainShard)
+
+
+def _refuse_state_dicts(holder: nn.Module) -> dict[str, str]:
+    """Raise UsageError where functions of torch.distributed.checkpoint.state_dict ask for a module's names.
+
+    They ask for `_fqn_modifiers` of each module above a tensor, the names that they leave out.
+    """
+    for name in _plain(holder):
+        raise refused_shard(f"{type(holder).__name__}.{name}")
+    fused = [name for name, each in holder._parameters.items() if is_fused(each)]
+    if fused and getattr(local_above("info", _LOADING), "full_state_dict", False):
+        raise UsageError(
+            f"{type(holder).__name__}.{fused[0]} is fused of several parts, of which this rank has a piece each, and "
+            "full_state_dict=True would load the first rows of all; call model.load_state_dict(state) with full "
+            "tensors on all ranks, or oases.load_weights, or leave the option out"
+        )
+    return {}
 
 
 def register_replaced(parameter: nn.Parameter) -> None:
@@ -92,78 +125,79 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if any(each.__name__ == _ZERO and each.__module__.startswith("torch.") for each in type(optimizer).__mro__):
         ranks = set(dist.get_process_group_ranks(cast(Any, optimizer).process_group))
         _refuse_shared(_ZERO, ranks, held)
+    _refuse_fsdp2(held)
+    _judge(getattr(optimizer, "inner", optimizer), held)
     _seen.add(optimizer)
 
 
+def _judge(optimizer: torch.optim.Optimizer, held: list[Tensor]) -> None:
+    """Refuse an optimizer that needs whole matrices of plain shards, or fails on DTensors; warn of a slow one."""
+    name, placed, plain = type(optimizer).__name__, sum(map(is_tensor_parallel, held)), _plain_shards()
+    shards = [plain[id(each)] for each in held if id(each) in plain]
+    if name == "Adafactor" and (placed or shards):
+        raise UsageError(
+            "Adafactor sums over rows and columns of whole matrices, which fails on DTensors (in torch and in "
+            "transformers), and would be wrong on shards; use AdamW, or Muon, which is right on DTensors"
+        )
+    if shards and name in _WHOLE:
+        raise UsageError(
+            f"{name} computes with whole matrices, and {shards[0]} is this rank's shard, and no DTensor; leave it "
+            f"and the {len(shards) - 1} others like it to another optimizer, such as AdamW"
+        )
+    text = ""
+    if shards and placed and not type(optimizer).__module__.startswith("torch.optim."):
+        text = f"{name} updates {shards[0]}, this rank's plain shard: right only if it works element by element"
+    if placed and name in _WHOLE:
+        text = f"{name} multiplies whole matrices, and torch gathers those of {placed} DTensors in every step"
+    if text:
+        warnings.warn(text, stacklevel=5)
+
+
 def register_stage(model: nn.Module) -> None:
-    """Refuse torch's gradient norms, clipping and wrappers for a stage of a pipeline from now on."""
+    """Have torch's gradient norms know a stage of a pipeline, and refuse wrappers of it, from now on."""
     _stages.add(model)
     _replace_clipping()
-    install_total_norm(_groups_of_gradients, _refuse_stages)
 
 
 def _replace_clipping() -> None:
-    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clip_grads_with_norm
-
-
-def _refuse_stages(tensors: Iterable[Tensor]) -> None:
-    """Raise UsageError for parameters, or gradients, of a model of which this rank has one stage."""
-    staged = {
-        id(tensor): type(model).__name__
-        for model in list(_stages)
-        for parameter in model.parameters()
-        for tensor in (parameter, parameter.grad)
-    }
-    for tensor in tensors:
-        if id(tensor) in staged:
-            raise UsageError(
-                "torch.nn.utils.get_total_norm, clip_grad_norm_ or clip_grads_with_norm_ was given parameters or "
-                f"gradients of {staged[id(tensor)]}, of which this rank has one stage, or shards, and would take the "
-                "norm of these alone; call oases.clip_grad_norm(model, max_norm) on all ranks, whose result is the "
-                "norm of all"
-            )
+    install_total_norm(_groups_of_gradients, _stages)
+    torch.nn.utils.clip_grads_with_norm_ = _clip_grads_with_norm  # clip_grad_norm_ gives a norm of all ranks
 
 
 def _groups_of_gradients() -> dict[int, str]:
-    """Name of the group of each shard's gradient, by the gradient's id."""
+    """Name of the group of each plain shard's gradient, by the gradient's id."""
     return {
         id(parameter.grad): getattr(holder, "_group_name", "")
         for holder in list(_holders)
         for _, parameter, _ in sharded_parameters(holder)
-        if parameter.grad is not None
+        if parameter.grad is not None and not is_dtensor(parameter)
     }
 
 
-def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
-    """Sharded parameters of all live registered modules, with their names there, by id."""
-    found: dict[int, tuple[nn.Parameter, str]] = {}
-    for holder in list(_holders):
-        for name, parameter, _ in sharded_parameters(holder):
-            found[id(parameter)] = (parameter, f"{type(holder).__name__}.{name}")
-    return found
-
-
-def whole_rows(parameter: Tensor) -> Tensor:
-    """Full tensor of a parameter that is sharded by rows, differentiable; any other tensor itself. Collective."""
-    for holder in list(_holders):
-        cut = cuts(holder).get(id(parameter))
-        if cut is not None and any(parameter is each for each in holder.parameters()):
-            group = group_of(getattr(holder, "_group_name", ""))
-            return gather(parameter.t(), group, Cut(-1, cut.segments), "gathered rows").t()
-    return parameter
+def _plain_shards() -> dict[int, str]:
+    """Names of the plain shards of all live registered modules, by id."""
+    return {
+        id(parameter): f"{type(holder).__name__}.{name}"
+        for holder in list(_holders)
+        for name, parameter, _ in sharded_parameters(holder)
+        if not is_dtensor(parameter)
+    }
 
 
 def _clip_grads_with_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Clip as torch does. UsageError for stages, and for sharded parameters and a norm that is not over all ranks."""
+    """Clip as torch does. UsageError for plain shards, or a stage, and a norm that is not over all ranks."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    shards = registered_shards()
-    _refuse_stages(given)
+    shards = _plain_shards() | {
+        id(parameter): f"{type(model).__name__}.{name}"
+        for model in _stages
+        for name, parameter in model.named_parameters()
+    }
     for parameter in given:
         if id(parameter) in shards and not is_total(total_norm):
             raise UsageError(
-                f"clip_grads_with_norm_ was given {shards[id(parameter)][1]}, which is sharded over tensor-parallel "
+                f"clip_grads_with_norm_ was given {shards[id(parameter)]}, which is sharded over tensor-parallel "
                 "ranks, and a norm of this rank alone: it would clip by another norm on each; give it "
                 "torch.nn.utils.get_total_norm(gradients) of gradients as they are in .grad, or call "
                 "torch.nn.utils.clip_grad_norm_"
@@ -171,24 +205,17 @@ def _clip_grads_with_norm(
     _clips_whole(given, max_norm, total_norm, foreach)
 
 
-def _guard_fsdp2() -> None:
-    """Check the parameters that `fully_shard` takes from now on."""
-    fsdp2: Any = sys.modules.get(_FSDP2)
-    if fsdp2 is None or hasattr(fsdp2.FSDPParam.__init__, "__wrapped__"):
-        return
-    take = fsdp2.FSDPParam.__init__
-
-    @wraps(take)
-    def checked(self: Any, param: nn.Parameter, module_info: Any, mesh_info: Any, *others: Any, **named: Any) -> None:
-        holder = module_info.module
-        if id(param) in averaged_parameters():
+def _refuse_fsdp2(held: Iterable[Tensor]) -> None:
+    """Refuse FSDP2 over ranks that have plain shards of one weight, and of models that average their gradients."""
+    averaged = averaged_parameters()
+    for each in held:
+        if id(each) in averaged and is_dtensor(each) and each.device_mesh.mesh_dim_names != (TP,):  # type: ignore[attr-defined]
             raise UsageError(_AVERAGED.format("fully_shard"))
-        if holder in _holders and any(param is each for _, each, _ in sharded_parameters(holder)):
-            name = f"{type(holder).__name__}.{module_info.param_name}"
-            _require_apart("fully_shard", set(mesh_info.mesh.mesh.flatten().tolist()), holder, name)
-        take(self, param, module_info, mesh_info, *others, **named)
-
-    fsdp2.FSDPParam.__init__ = checked
+    for holder in list(_holders):
+        for name, parameter, _ in sharded_parameters(holder):
+            if is_fsdp_shard(parameter):
+                ranks = set(parameter.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+                _require_apart("fully_shard", ranks, holder, f"{type(holder).__name__}.{name}")
 
 
 def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) -> None:
@@ -246,13 +273,24 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
         if any(id(parameter) in averaged for parameter in module):
             raise UsageError(_AVERAGED.format("replicate"))
         _refuse_shared(kind, ranks, module)
-    ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()
+    _refuse_parameters(kind, module, ranks, cast(Any, wrapper).parameters_to_ignore if ddp else set())
+
+
+def _refuse_parameters(kind: str, module: nn.Module, ranks: set[int], ignored: set[str]) -> None:
+    """Raise UsageError for shards that a wrapper would overwrite or mix, and for DTensors, which it does not take."""
+    ddp = kind == "DistributedDataParallel"
     for holder, path in sharded_modules(module):
         # FSDP1 has already replaced the parameters.
         for own in [each for each, _, _ in sharded_parameters(holder)] if ddp else [""]:
             full = f"{path}.{own}".strip(".")
             if full not in ignored:
                 _require_apart(kind, ranks, holder, full)
+    if any(map(is_tensor_parallel, module.parameters())):
+        raise UsageError(
+            f"{kind} around {type(module).__name__}, whose parameters are DTensors, which it does not take; give "
+            "parallelize() a mesh with 'dp', over which the model averages its gradients by itself, and call the "
+            "model as it is"
+        )
 
 
 register_module_module_registration_hook(_refuse_replication)

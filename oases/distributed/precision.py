@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from oases.distributed.dtensors import is_fsdp_shard, part_of_rank
 from oases.errors import UsageError
 
 _NEEDS = "oases_needs"
@@ -40,11 +41,12 @@ def set_needs(model: nn.Module, *, zero: bool, dtype: torch.dtype | None) -> Non
     given = {"zero": "zero=True"} if zero else {}
     needs = Needs(" and ".join([*given.values(), *([f"dtype={dtype}"] if low else [])]), zero)
     for parameter in model.parameters():
-        if hasattr(parameter, "to_local"):  # gathered in the type, from float32 shards
+        if is_fsdp_shard(parameter):  # gathered in the type, from float32 shards
             continue
         if dtype is not None and parameter.is_floating_point():
             before = parameter.data  # with a version of its own
             parameter.data = before.to(dtype)
+            before = part_of_rank(before)
             if low and parameter.requires_grad and not parameter.is_meta:
                 needs.originals[parameter] = (before.float(), state_now(parameter))
         if low and parameter.is_floating_point():
@@ -62,7 +64,8 @@ def needs_of(model: nn.Module) -> Needs | None:
 
 def state_now(parameter: Tensor) -> tuple[int, int]:
     """Memory and version of a parameter, of which one changes with its values."""
-    return parameter.data_ptr(), parameter._version
+    held = part_of_rank(parameter)
+    return held.data_ptr(), held._version
 
 
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,7 +95,7 @@ def master_of(parameter: nn.Parameter, originals: Originals) -> Tensor:
     original, state = originals.get(parameter, (None, None))
     if original is not None and state == state_now(parameter):
         return original
-    return parameter.detach().float().clone()
+    return part_of_rank(parameter).detach().float().clone()
 
 
 def is_low(dtype: torch.dtype) -> bool:

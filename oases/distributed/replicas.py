@@ -131,7 +131,8 @@ def average_over(module: nn.Module, group: ProcessGroup | None, wire: str = "") 
     if _before_steps is None:
         _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
     replicas = Replicas(group, wire)
-    module.register_forward_pre_hook(replicas.called)
+    # Before hooks that put local tensors in the places of parameters.
+    module.register_forward_pre_hook(replicas.called, prepend=True)
     watch_passes(module, replicas.averaged_over)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)
@@ -178,8 +179,7 @@ def _tell_of_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         warnings.warn(
             f"{type(optimizer).__name__} updates {len(others)} parameters, such as one of shape "
             f"{list(others[0].shape)}, besides those of a model that averages its gradients over replicas: theirs "
-            "are not averaged, so replicas go apart; parallelize() the module that holds all of them, or leave the "
-            'data-parallel dimension out (mesh=mesh["tp"]) and wrap that module in DistributedDataParallel',
+            "are not averaged, so replicas go apart; parallelize() the module that holds all of them",
             stacklevel=4,
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut, cuts, holders
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_of, group_rank, group_size
+from oases.distributed.dtensors import is_tensor_parallel, part_of_rank
 from oases.errors import UsageError
 
 Index = tuple[slice, ...]
@@ -43,6 +44,18 @@ class TensorShard:
     def name(self) -> str:
         """Name that the tensor is saved under."""
         return self.names[0]
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's tensor-parallel part of the tensor, outside of autograd."""
+        return part_of_rank(self.tensor).detach()
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of this rank's tensor-parallel part; 1 for a scalar."""
+        if self.cut is None or self.cut.dim:
+            return self.rows
+        return sum(last - first for (first, last), _ in _spans(self.cut, self.process_group))
 
     @property
     def row_bytes(self) -> int:
@@ -104,7 +117,9 @@ def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[Tens
         if cut is not None:
             group = _cutting(ordered[0], held_by[key], process_group)
             cut = cut if group_size(group) > 1 else None
-        shape = tuple(tensor.shape) if cut is None else _whole(ordered[0], tensor, cut, group)
+        shape = tuple(tensor.shape)
+        if cut is not None and not is_tensor_parallel(tensor):
+            shape = _whole(ordered[0], tensor, cut, group)
         found.append(TensorShard(ordered, tied.intersection(ordered), tensor, shape, cut, group))
     return found
 

@@ -1,1 +1,5 @@
-"""Layer graphs of models as plain data, divided into shards and pipeline stages without the model."""
+"""Old path of modules that have moved (oases/moved.py)."""
+
+from oases.moved import forward
+
+__getattr__ = forward(__name__)

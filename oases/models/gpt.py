@@ -34,7 +34,8 @@ from oases.layers.fused_norm import PreNormBlock
 from oases.layers.linear import shard_size
 from oases.limits import require_numbers
 from oases.plans.check import check
-from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage
+from oases.plans.gpt import gpt
+from oases.plans.plan import Experts, Plan, Segment, Stage
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def plan_of_one_stage(config: GPTConfig, ranks: int, tp: int, experts: Experts |
                 f"{name} is {getattr(config, name)}, which does not divide by the tensor-parallel degree {tp}; "
                 f"degrees that divide it: {fits}"
             )
-    shape = ModelShape(config.hidden, config.layers, config.heads, config.sequence, config.vocabulary)
+    shape = gpt(config.hidden, config.layers, config.heads, config.sequence, config.vocabulary)
     stage = Stage((Segment(2 * config.layers, tp, "sync", 1),))
     return Plan(shape, ranks, ranks, ranks // tp, 1, (stage,), experts=experts)
 

@@ -27,18 +27,13 @@ def option(default: Any, description: str, choices: Iterable[Any] = (), metavar:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Sizes of model and batch, sub-batches and recomputation."""
+    """Sizes of model and batch, and recomputation."""
 
     hidden: int = option(512, "hidden size, features")
     layers: int = option(4, "transformer layers")
     heads: int = option(0, "attention heads; 0 = hidden / 64")
     sequence: int = option(128, "sequence length, tokens per sample")
     batch: int = option(8, "global batch size, samples per optimizer step")
-    sub_batches: int = option(
-        0,
-        "sub-batches per micro-batch of an overlapping schedule; 0 = chosen by measuring with schedule auto, else 4, "
-        "or 2 for fewer than 4 samples",
-    )
     recompute: str = option(
         "none", "activation recomputation in the backward pass; full = keep only block inputs", ("none", "full")
     )
@@ -48,11 +43,6 @@ class ModelOptions:
         require_choices(self)
         if self.heads == 0:
             object.__setattr__(self, "heads", self.default_heads)
-        if self.sub_batches == 0:
-            object.__setattr__(self, "sub_batches", self.default_sub_batches)
-        for name in ("hidden", "layers", "heads", "sequence", "batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
 
@@ -63,18 +53,13 @@ class ModelOptions:
 
     @property
     def default_sub_batches(self) -> int:
-        """Default, used for 0."""
+        """Sub-batches of a schedule whose name has no number of them."""
         return 4 if self.batch >= 4 else 2
 
     @property
     def rows(self) -> int:
         """Vocabulary size."""
         return BYTES
-
-    @property
-    def expert_sizes(self) -> dict[str, Any]:
-        """Further arguments to build a model with experts; empty for a dense model."""
-        return {}
 
     def require_degree(self, degree: int) -> None:
         """Raise UsageError unless the model can be sharded over `degree` tensor-parallel ranks."""
@@ -90,14 +75,14 @@ class ModelOptions:
     def resolve_schedule(self, name: str, layer_of: LayerOf = None, num_blocks: int = 0) -> Schedule:
         """Resolve a schedule, by name or file, for this model.
 
-        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: layer of each block; None
+        NAME@N is the named schedule with N sub-batches in place of the default. layer_of: layer of each block; None
         for two blocks per layer. num_blocks: of a model chunk; 0 for all blocks. UsageError for an unknown schedule
         and a batch with too few samples; ScheduleError for an invalid file.
         """
         plain, _, count = name.partition("@")
         num_blocks = num_blocks or (2 * self.layers if layer_of is None else len(layer_of))
         if plain in GENERATORS and (not count or count.isdecimal()):
-            sub_batches = int(count[:9]) if count else self.sub_batches
+            sub_batches = int(count[:9]) if count else self.default_sub_batches
             recompute = cast(Recompute, self.recompute)
             if plain not in WHOLE:
                 self.require_batch(sub_batches, plain)
@@ -125,8 +110,9 @@ class ModelOptions:
         """Raise UsageError unless the batch has a sample per sub-batch. schedule: its name."""
         if self.batch < num_sub_batches:
             raise UsageError(
-                f"a batch of {self.batch} cannot be split into {num_sub_batches} sub-batches; raise --batch, lower "
-                "--sub-batches, or use --schedule auto, which can split a sample along its sequence"
+                f"a batch of {self.batch} cannot be split into {num_sub_batches} sub-batches; raise --batch, "
+                "name a schedule with fewer (oases@2), or use --schedule auto, which can split a sample along its "
+                "sequence"
             )
 
     def gpt(self, seed: int) -> GPTConfig:
@@ -140,7 +126,7 @@ class ModelOptions:
 def sizes_of(options: ModelOptions) -> dict[str, Any]:
     """Model sizes that must match to load a checkpoint."""
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
-    return {"vocabulary": options.rows} | sizes | options.expert_sizes
+    return {"vocabulary": options.rows} | sizes
 
 
 @dataclass(frozen=True)

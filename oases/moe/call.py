@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from oases.core.execution.call import ScheduledCall
 from oases.core.execution.executor import Program, Step
 from oases.core.execution.piece import BlockParameters, Leaves, method_of
 from oases.core.schedule import Op
-from oases.moe.dispatch import AllToAll, ExpertCounts
-from oases.moe.exchange_work import ExchangeWork, RandomStates
+from oases.moe.dispatch import ExpertCounts
+from oases.moe.exchange_work import Exchange, ExchangeWork, RandomStates
 from oases.moe.forward import ExpertForward
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Routing
@@ -25,7 +26,7 @@ _READERS = ("D", "F", "RD", "R", "B", "BF")
 _MOVES = ("share", "wait share", "join", "wait join", "split", "wait split", "return", "wait return")
 
 
-class ExpertExchange:
+class ExpertExchange(Exchange):
     """Pieces of a block, see `oases.moe.exchange_work`; and its copies, which ops of the same list send.
 
     tokens: of this rank in the call. copies: whether the list has ops for them. gradient_scale: factor on the
@@ -33,8 +34,6 @@ class ExpertExchange:
     """
 
     bypasses = False
-    dispatch: AllToAll
-    combine: AllToAll
     _run: ExpertForward
     _demand: ExpertCounts | None = None
     _routing: Routing
@@ -113,7 +112,7 @@ class ExpertExchange:
             self._finish()
 
     def move(self, step: Step) -> None:
-        """Run an op of the copies' parameters or gradients; see `oases.core.schedule.experts`."""
+        """Run an op of the copies' parameters or gradients; see `oases.plans.expert_schedules`."""
         transfer = self._transfer
         if transfer is not None:
             if step.key == "share":
@@ -151,7 +150,7 @@ class ExpertProgram(Program):
         return (op.block,) if ends else ()
 
 
-class ExpertWork:
+class ExpertWork(ExchangeWork):
     """Tensors of one call between ops, and the implementation of each op of an expert schedule.
 
     exchanges, parameters: of each block. x: input of the call. leaves: stand-ins of each block's parameters.
@@ -162,28 +161,26 @@ class ExpertWork:
         parameters: Sequence[BlockParameters], *, differentiable: bool,
     ) -> None:  # fmt: skip
         again = differentiable and bool(program.schedule.recomputed)
-        self._tokens = ExchangeWork(
-            leaves, differentiable=differentiable, random=RandomStates(x.device) if again else None, own_labels=True
-        )
-        self.leaves, self._exchanges, self._parameters = leaves, exchanges, parameters
+        random = RandomStates(x.device) if again else None
+        super().__init__(leaves, differentiable=differentiable, random=random, own_labels=True)
+        self._exchanges, self._parameters = exchanges, parameters
         self._last, self._read_again = len(exchanges) - 1, [x] if again else []
         # Inputs of blocks by number, the last one the output; their gradients; and inputs that are recomputed.
         self._x: dict[int, Tensor] = {0: x}
         self._g: dict[int, Tensor] = {}
         self._recomputed: dict[int, Tensor] = {}
 
-    def handlers(self) -> dict[str, Callable[[Step], None]]:
+    def handlers(self) -> dict[str, Callable[[Step], Any]]:
         """Implementation of each op, by `Step.key`."""
-        tokens, exchanges, kinds = self._tokens, self._exchanges, ("D", "E", "BF", "BE")
+        exchanges = self._exchanges
         return {
+            **super().handlers(),
             "D": self._do_D, "F": self._do_F, "BF": self._do_BF,
-            "E": lambda step: tokens.do_E(step.place, *exchanges[step.block].inputs()),
+            "E": lambda step: self.do_E(step.place, *exchanges[step.block].inputs()),
             "P": lambda step: exchanges[step.block].plan(),
-            "BE": lambda step: exchanges[step.block].computed(tokens.do_BE(step.place)),
-            "B": lambda step: self._g.update({step.block: tokens.input_gradient(step.place)}),
+            "BE": lambda step: exchanges[step.block].computed(self.do_BE(step.place)),
+            "B": lambda step: self._g.update({step.block: self.gradient_of_input(step.place)}),
             **dict.fromkeys(_AGAIN, self._do_again),
-            **dict.fromkeys((f"all_to_all {kind}" for kind in kinds), tokens.send),
-            **dict.fromkeys((f"wait {kind}" for kind in kinds), tokens.wait),
             **dict.fromkeys(_MOVES, lambda step: exchanges[step.block].move(step)),
         }  # fmt: skip
 
@@ -221,30 +218,29 @@ class ExpertWork:
 
     def forget(self) -> None:
         """Release every tensor."""
-        for held in (
-            self._tokens, self._exchanges, self._x, self._g, self._recomputed, self._read_again, self.leaves
-        ):  # fmt: skip
-            held.clear()
+        self.clear()
+        for held in (self._exchanges, self._x, self._g, self._recomputed, self._read_again, self.leaves):
+            held.clear()  # type: ignore[attr-defined]
 
     def _do_D(self, step: Step) -> None:  # noqa: N802
         block = step.block
-        self._tokens.do_D(step.place, self._exchanges[block], self._x.pop(block), recomputed=block > 0)
+        self.do_D(step.place, self._exchanges[block], self._x.pop(block), recomputed=block > 0)
 
     def _do_F(self, step: Step) -> None:  # noqa: N802
-        gather, given = self._tokens.arrived(step.place)
-        (self._x[step.block + 1],) = self._tokens.run("F", step.place, lambda *given: (gather(*given),), given)
+        gather, given = self.arrived(step.place)
+        (self._x[step.block + 1],) = self.run("F", step.place, lambda *given: (gather(*given),), given)
 
     def _do_again(self, step: Step) -> None:
         kind, block = _AGAIN[step.key], step.block
         given = (self._recomputed.pop(block),) if kind == "D" and block else None
-        results = self._tokens.run_again(kind, step.place, given)
+        results = self.run_again(kind, step.place, given)
         if kind == "D" and not block:
             self._read_again.clear()
         if kind == "F" and block < self._last:
             (self._recomputed[block + 1],) = results
 
     def _do_BF(self, step: Step) -> None:  # noqa: N802
-        self._tokens.begin_backward(step.place, self._tokens.backward("F", step.place, self._g.pop(step.block + 1)))
+        self.gathered_backward(step.place, self.backward("F", step.place, self._g.pop(step.block + 1)))
 
 
 class ExpertCall(ScheduledCall):

@@ -96,7 +96,7 @@ def _checked(found: Integers, routings: int, label: str) -> list[ExpertCounts]:
 
 def shard_bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
     """[first, last) of this rank's share of the tokens that a group holds; shares differ by one at most."""
-    return Cut(0, (tokens,)).ranges(group_rank(group), group_size(group))[0]
+    return Cut(0, (tokens,), level=True).ranges(group_rank(group), group_size(group))[0]
 
 
 def to_device(array: Integers, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ Names: h = the block's input; rows = tokens that are sent to experts or results 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,19 +17,10 @@ from oases.core.blocks.randomness import default_generators, restore
 from oases.core.execution.executor import Place, Step
 from oases.core.execution.piece import Leaves, Piece
 from oases.extension import generator_mark
+from oases.moe.dispatch import AllToAll
 
 Tensors = tuple[Tensor, ...]
 _SENT = ("D", "E", "BF", "BE")
-
-
-class AllToAll(Protocol):
-    """All-to-all of rows, and its reverse for their gradients; `oases.moe.dispatch` has it."""
-
-    def start(self, rows: Tensor, *, back: bool = False, label: str = "") -> object:
-        """Start to send rows, or gradients back. label: in place of its own."""
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent to this rank."""
 
 
 class Exchange(Protocol):
@@ -39,14 +31,8 @@ class Exchange(Protocol):
     """
 
     bypasses: bool
-
-    @property
-    def dispatch(self) -> AllToAll:
-        """See above."""
-
-    @property
-    def combine(self) -> AllToAll:
-        """See above."""
+    dispatch: AllToAll
+    combine: AllToAll
 
     def route(self, h: Tensor) -> Tensors:
         """Block's input -> rows to send, and tensors that the other pieces take."""
@@ -56,6 +42,14 @@ class Exchange(Protocol):
 
     def gather(self, *given: Tensor) -> Tensor:
         """Rows that came back, and what `route` returned behind its rows -> partial sum, or the block's output."""
+
+    def sent(self) -> None:
+        """Called once the rows for the experts are under way."""
+        return
+
+    def together(self) -> AbstractContextManager[object]:
+        """Context of an all-to-all, which may raise its failure on every rank of a group of its own."""
+        return nullcontext()
 
 
 class RandomStates:
@@ -116,7 +110,7 @@ class ExchangeWork:
         self, leaves: list[Leaves], more: Sequence[Leaves] = (), *, differentiable: bool,
         random: RandomStates | None = None, own_labels: bool = False,
     ) -> None:  # fmt: skip
-        self._leaves, self._more = leaves, more
+        self.leaves, self._more = leaves, more
         self._differentiable, self._random, self._own_labels = differentiable, random, own_labels
         self._states: dict[Place, _State] = {}
         self._pieces: dict[tuple[str, Place], Piece] = {}
@@ -149,7 +143,7 @@ class ExchangeWork:
         # F is called with the values of the block's methods behind its inputs; the exchange has them.
         return lambda *given: gather(*given[:many]), given
 
-    def begin_backward(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
+    def gathered_backward(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
         """For BF: the gradients of the last piece's inputs."""
         state = self._states[place]
         through, rows, *others = gradients if state.exchange.bypasses else (None, *gradients)
@@ -169,7 +163,7 @@ class ExchangeWork:
         state.gradients[1:] = [_sum(one, other) for one, other in zip(known, others, strict=False)]
         return others[len(known) :]
 
-    def input_gradient(self, place: Place) -> Tensor:
+    def gradient_of_input(self, place: Place) -> Tensor:
         """For B: the gradient of the block's input."""
         state = self._states.pop(place)
         through, *others = state.gradients
@@ -189,15 +183,20 @@ class ExchangeWork:
 
     def send(self, step: Step) -> None:
         """Start the all-to-all of what the carried op made."""
-        state = self._states[step.place]
-        exchange = state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine
-        label = "" if self._own_labels else step.label
-        exchange.start(_taken(state), back=step.op.of in ("BF", "BE"), label=label)
+        state, of = self._states[step.place], step.op.of
+        exchange, label = state.exchange, "" if self._own_labels else step.label
+        with exchange.together():
+            through = exchange.dispatch if of in ("D", "BE") else exchange.combine
+            through.start(_taken(state), back=of in ("BF", "BE"), label=label)
+            if of == "D":
+                exchange.sent()
 
     def wait(self, step: Step) -> None:
         """Wait for it."""
         state = self._states[step.place]
-        state.rows = (state.exchange.dispatch if step.op.of in ("D", "BE") else state.exchange.combine).finish()
+        exchange = state.exchange
+        with exchange.together():
+            state.rows = (exchange.dispatch if step.op.of in ("D", "BE") else exchange.combine).finish()
 
     def clear(self) -> None:
         """Release every tensor."""
@@ -235,7 +234,7 @@ class ExchangeWork:
         return found
 
     def _recorded(self, kind: str, place: Place, function: Callable[..., Tensors], given: Tensors) -> Tensors:
-        piece = self._pieces[kind, place] = Piece([self._leaves[place[0]], *self._more], False)
+        piece = self._pieces[kind, place] = Piece([self.leaves[place[0]], *self._more], False)
         results = function(*map(piece.input, given))
         return tuple(piece.output(each, False) for each in results)
 

@@ -245,11 +245,11 @@ class OverlappedMoE(FailsTogether, nn.Module):
 
     def shard_tokens(self, x: Tensor) -> Tensor:
         """[T, ...], which all tensor-parallel ranks hold -> this rank's share; the gradient is gathered."""
-        return scatter(x, group_of(self._tensor_group), Cut(0, (len(x),)), "gradients of shared tokens")
+        return scatter(x, group_of(self._tensor_group), Cut(0, (len(x),), level=True), "gradients of shared tokens")
 
     def gather_tokens(self, y: Tensor, tokens: int) -> Tensor:
         """This rank's share -> all of so many tokens, on all tensor-parallel ranks."""
-        return gather(y, group_of(self._tensor_group), Cut(0, (tokens,)), "outputs of shared tokens")
+        return gather(y, group_of(self._tensor_group), Cut(0, (tokens,), level=True), "outputs of shared tokens")
 
     def shared_expert(self, tokens: Tensor) -> Tensor | None:
         """Result of the shared expert for this rank's share; None without one."""

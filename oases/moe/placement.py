@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from oases.errors import UsageError
-from oases.extension import place_experts, replicate_experts, search_experts
+from oases.extension import place_experts, search_experts
 from oases.moe.costs import Costs, native_costs
 
 Integers = NDArray[np.int64]
@@ -160,7 +160,8 @@ def _faster_moe(counts: Integers, costs: Costs, slots: int) -> Placement:
 
 
 def _eplb(counts: Integers, costs: Costs, slots: int) -> Placement:
-    routes, copies, *_ = replicate_experts(torch.from_numpy(counts), native_costs(costs, counts.shape[1]), slots)
+    native = native_costs(costs, counts.shape[1])
+    routes, copies, *_ = search_experts(torch.from_numpy(counts), native, slots, eplb=True)
     return make_placement("eplb", counts, costs, (routes.numpy(), copies))
 
 

@@ -28,8 +28,7 @@ from oases.moe.layer import OverlappedMoE
 from oases.moe.state import begin_call
 from oases.plans.expert_schedules import generate_experts
 
-_BYPASSED = (OverlappedMoE, Experts)
-"""Modules whose weights a stack reads without a call."""
+_BYPASSED = (OverlappedMoE, Experts)  # modules whose weights a stack reads without a call
 _numbers = itertools.count()
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cache, cached_property
+from typing import TypeAlias
 
 import numpy as np
 
 from oases.planner.balance import StageLoad, least_load
-from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import divided, head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
-from oases.plans.shape import GRADIENT_BYTES, AnyKind
+from oases.planner.timings import StackTiming, StackTimings, Way
+from oases.plans.layered import Kind
+from oases.plans.shape import GRADIENT_BYTES
 
 State: TypeAlias = tuple[int, bool]
 """(degree, whether the block is recomputed)."""
@@ -33,12 +34,12 @@ class BlockCosts:
         self._timings = timings
         self.capacity = capacity
         self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
-        self._nodes: dict[tuple[AnyKind, State, float], float] = {}
-        self._timing: dict[State, StackTiming] = {}
-        self._weights: dict[tuple[AnyKind, State, int], float] = {}
-        self._known_edges: dict[tuple[State, ...], tuple[Row, ...]] = {}
-        self._runs: dict[tuple[Any, ...], float] = {}
-        self._kinds: tuple[AnyKind, ...] = tuple(kind for kinds in self.model.layer_kinds for kind in kinds)
+        self.timing_of = cache(self._timing_of)
+        self._node_seconds = cache(self._node_seconds_of)
+        self._weight = cache(self._weight_of)
+        self._edges = cache(self._edges_of)
+        self._run_seconds = cache(self._run_seconds_of)
+        self._kinds: tuple[Kind, ...] = tuple(kind for kinds in self.model.layer_kinds for kind in kinds)
         self._layer_of_kind = {kind: at for at, kinds in enumerate(self.model.layer_kinds) for kind in kinds}
 
     @cached_property
@@ -50,38 +51,25 @@ class BlockCosts:
             for recomputed in ((False, True) if self.space.recompute else (False,))
         )
 
-    def timing_of(self, state: State) -> StackTiming:
+    def _timing_of(self, state: State) -> StackTiming:
         """Timing of the fastest way to run blocks in this state."""
-        if state not in self._timing:
-            tp, recomputed = state
-            self._timing[state] = self._timings.fastest(
-                tp, self.setting.samples(tp), recompute=recomputed, wire=self.setting.wire
-            )
-        return self._timing[state]
+        tp, recomputed = state
+        return self._timings.fastest(tp, self.setting.samples(tp), recomputed, self.setting.wire)
 
     def ways(self, tp: int) -> list[Way]:
         """Schedules and sub-batches that a stack of this degree can run."""
         return self._timings.ways(tp, self.setting.samples(tp))
 
-    def _edges(self, states: tuple[State, ...]) -> tuple[Row, ...]:
-        if states not in self._known_edges:
-            rows = (tuple(self._edge_seconds(one, other) for other in states) for one in states)
-            self._known_edges[states] = tuple(rows)
-        return self._known_edges[states]
+    def _edges_of(self, states: tuple[State, ...]) -> tuple[Row, ...]:
+        return tuple(tuple(self._edge_seconds(one, other) for other in states) for one in states)
 
-    def _node_seconds(self, kind: AnyKind, state: State, gradients: float) -> float:
-        key = (kind, state, gradients)
-        if key not in self._nodes:
-            self._nodes[key] = self._node_seconds_of(*key)
-        return self._nodes[key]
-
-    def _seconds(self, kind: AnyKind, state: State) -> float:
+    def _seconds(self, kind: Kind, state: State) -> float:
         """Seconds of a block per micro-batch: its share of its layer's."""
         layer = self._layer_of_kind[kind]
         shares = {each: self._weight_in_layer(each, state[0]) for each in self.model.layer_kinds[layer]}
         return shares[kind] / sum(shares.values()) * self.timing_of(state).by_kind[layer]
 
-    def _node_seconds_of(self, kind: AnyKind, state: State, gradients: float) -> float:
+    def _node_seconds_of(self, kind: Kind, state: State, gradients: float) -> float:
         tp, _ = state
         summed, collective_seconds = 0.0, self.hardware.collective_seconds
         for count, degree in divided(self.model, kind, tp):
@@ -96,7 +84,7 @@ class BlockCosts:
             summed += self.setting.micro_batches * reduced
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
 
-    def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:
+    def _weight_in_layer(self, kind: Kind, tp: int) -> float:
         samples = self.setting.samples(tp)
         times = self.hardware.block_times(self.model, kind, tp, samples)
         sent = self.hardware.collective_seconds("all_reduce", tp, self.model.unit_bytes(samples))
@@ -112,14 +100,8 @@ class BlockCosts:
         ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
-    def _weight(self, kind: AnyKind, state: State, stage: int) -> float:
+    def _weight_of(self, kind: Kind, state: State, stage: int) -> float:
         """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
-        key = kind, state, stage
-        if key not in self._weights:
-            self._weights[key] = self._weight_of(*key)
-        return self._weights[key]
-
-    def _weight_of(self, kind: AnyKind, state: State, stage: int) -> float:
         tp, recomputed = state
         samples = self.setting.samples(tp)
         along = self.timing_of(state).way.sequence_parallel
@@ -155,15 +137,12 @@ class BlockCosts:
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)
         return held
 
-    def _run_seconds(
-        self, degrees: Sequence[int], shares: Sequence[float] | None, stage: int, first: int, last: int
+    def _run_seconds_of(
+        self, degrees: tuple[int, ...], shares: tuple[float, ...] | None, stage: int, first: int, last: int
     ) -> float:
         """Seconds of layers [first, last) on a stage."""
-        key = stage, first, last, tuple(degrees), None if shares is None else tuple(shares)
-        if key not in self._runs:
-            order = self.model.layer_order[first:last]
-            self._runs[key] = least_load(self._loads(stage, degrees, shares, order), last - first)
-        return self._runs[key]
+        order = self.model.layer_order[first:last]
+        return least_load(self._loads(stage, degrees, shares, order), last - first)
 
     def _loads(
         self, stage: int, degrees: Sequence[int], shares: Sequence[float] | None, order: Sequence[int]

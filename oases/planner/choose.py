@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 
 from oases.errors import UsageError
-from oases.planner.block_chain import SEQUENCE_GAIN, StackTimings
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
-from oases.planner.recomputation import num_layers
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, only_earlier, settings, variants
+from oases.planner.timings import SEQUENCE_GAIN, StackTimings
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
 from oases.simulator.hardware import Hardware
@@ -21,20 +20,10 @@ from oases.simulator.quantities import bytes_text, count_text
 
 
 def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
-    """Plans one step from a plan, in a fixed order; some more than once."""
-    if not plan.model.mixed:
-        yield from _of_one_degree(plan, search)
-        return
-    for number, stage in enumerate(plan.stages):
-        for segments in _changed(list(stage.segments), search):
-            yield from _possible(plan, {number: segments})
-        if number + 1 < len(plan.stages) and search.setting.chunks == 1:
-            for segments, others in _across(list(stage.segments), list(plan.stages[number + 1].segments)):
-                yield from _possible(plan, {number: segments, number + 1: others})
+    """Plans one step from a plan, in a fixed order; some more than once.
 
-
-def _of_one_degree(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
-    """Neighbours of a plan of one degree: schedules, recomputed layers, and layers moved between stages."""
+    Other schedules, recomputed layers and, where they mix, degrees of segments; blocks moved between segments.
+    """
     for number, stage in enumerate(plan.stages):
         segments = list(stage.segments)
         for at, (first, segment) in enumerate(plan.placed(number)):
@@ -43,26 +32,83 @@ def _of_one_degree(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
             again = (segment.recomputed_layers - 1, segment.recomputed_layers + 1)
             changed += [replace(segment, recomputed_layers=layers) for layers in again if 0 <= layers <= most]
             for each in changed:
-                yield from _possible(plan, {number: _with(segments, at, each)})
-    if search.setting.chunks == 1:
-        for number in range(len(plan.stages) - 1):
+                yield from _possible(plan, {number: [*segments[:at], each, *segments[at + 1 :]]})
+            for other in _mixed(segments, at, search) if plan.model.mixed else ():
+                yield from _possible(plan, {number: other})
+        if number + 1 < len(plan.stages) and search.setting.chunks == 1:
             yield from _across_border(plan, number)
 
 
 def _across_border(plan: Plan, before: int) -> Iterator[Plan]:
-    """Move a layer from a stage of one segment to the next, or back."""
+    """Move a layer from a stage to the next, or back."""
     model, after = plan.model, before + 1
+    one, other = list(plan.stages[before].segments), list(plan.stages[after].segments)
     border = plan.layers_of(plan.parts_of(after)[0]).start
     for layer, sign in ((border, 1), (border - 1, -1)):
         moved = sign * (model.first_block(layer + 1) - model.first_block(layer))
-        changed = {}
-        for number, more in ((before, sign), (after, -sign)):
-            (segment,) = plan.stages[number].segments
-            again = segment.recomputed_layers
-            again += more if again == num_layers(plan, number) else 0  # stays recomputed as a whole
-            blocks = segment.num_blocks + more * sign * moved
-            changed[number] = [replace(segment, num_blocks=blocks, recomputed_layers=again)]
-        yield from _possible(plan, changed)
+        first = model.first_block(border) - one[-1].num_blocks
+        sized = [
+            _sized(segment, segment.num_blocks + more, model.num_layers(start, segment.num_blocks), step)
+            for segment, start, more, step in (
+                (one[-1], first, moved, sign), (other[0], model.first_block(border), -moved, -sign),
+            )
+        ]  # fmt: skip
+        yield from _possible(plan, {before: [*one[:-1], sized[0]], after: [sized[1], *other[1:]]})
+
+
+def _sized(segment: Segment, blocks: int, layers: int, more: int) -> Segment:
+    """The segment of `layers` layers with another number of blocks, `more` layers; all recomputed if all were."""
+    again = segment.recomputed_layers
+    again = again + more if again == layers else min(again, layers + more)
+    return replace(segment, num_blocks=blocks, recomputed_layers=max(0, again))
+
+
+def _mixed(segments: list[Segment], at: int, search: SettingSearch) -> Iterator[list[Segment]]:
+    """Segments of a stage of which one has another degree, in all or in part, or blocks of its neighbour."""
+    segment = segments[at]
+
+    def of(tp: int, count: int) -> Segment:
+        way = search.timing_of((tp, segment.recomputed_layers > 0)).way
+        found = _cut(segment, count)
+        return found if tp == segment.tp else replace(found, tp=tp, **way._asdict())
+
+    if at + 1 < len(segments):
+        other = segments[at + 1]
+        for step in (-2, -1, 1, 2):
+            moved = [
+                replace(each, num_blocks=each.num_blocks + more) for each, more in ((segment, step), (other, -step))
+            ]
+            if min(each.num_blocks for each in moved) > 0:
+                fit = (min(each.recomputed_layers, (each.num_blocks + 1) // 2) for each in moved)
+                moved = [replace(each, recomputed_layers=layers) for each, layers in zip(moved, fit, strict=True)]
+                yield [*segments[:at], *moved, *segments[at + 2 :]]
+    for tp in search.degrees:
+        yield _merged([*segments[:at], of(tp, segment.num_blocks), *segments[at + 1 :]])
+        # One block of another degree at either end, or a layer.
+        for first in sorted({1, 2, segment.num_blocks - 2, segment.num_blocks - 1}):
+            for degrees in ((tp, segment.tp), (segment.tp, tp)) if tp != segment.tp and first > 0 else ():
+                if (rest := segment.num_blocks - first) > 0:
+                    parts = [of(degree, count) for degree, count in zip(degrees, (first, rest), strict=True)]
+                    yield _merged([*segments[:at], *parts, *segments[at + 1 :]])
+
+
+def _cut(segment: Segment, blocks: int) -> Segment:
+    """The segment with another number of blocks, and no more layers recomputed than it has."""
+    return replace(segment, num_blocks=blocks, recomputed_layers=min(segment.recomputed_layers, (blocks + 1) // 2))
+
+
+def _merged(segments: list[Segment]) -> list[Segment]:
+    """Merge adjacent segments of one degree."""
+    merged = segments[:1]
+    for segment in segments[1:]:
+        last = merged[-1]
+        if last.tp == segment.tp:
+            layers = last.recomputed_layers + segment.recomputed_layers
+            both = last.num_blocks + segment.num_blocks
+            merged[-1] = _cut(replace(last, recomputed_layers=layers), both)
+        else:
+            merged.append(segment)
+    return merged
 
 
 def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[Plan]:
@@ -80,80 +126,6 @@ def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[
 
 def _splits_a_layer(model: Model, block: int) -> bool:
     return model.first_block(model.layer_at(block)) != block
-
-
-def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Segment], list[Segment]]]:
-    """Move a layer from a stage to the next, or back."""
-    for step in (-2, 2):
-        last, first = _moved([one[-1], other[0]], 0, step)
-        if last is not one[-1]:
-            yield [*one[:-1], last], [first, *other[1:]]
-
-
-def _changed(segments: list[Segment], search: SettingSearch) -> Iterator[list[Segment]]:
-    for at, segment in enumerate(segments):
-        for way in search.ways(segment.tp):
-            yield _with(segments, at, replace(segment, **way._asdict()))
-        for tp in search.degrees:
-            way = search.timing_of((tp, segment.recomputed_layers > 0)).way
-            changed = replace(segment, tp=tp, **way._asdict())
-            yield _merged(_with(segments, at, changed))
-        for layers in (segment.recomputed_layers - 1, segment.recomputed_layers + 1):
-            if 0 <= layers <= (segment.num_blocks + 1) // 2 and (layers == 0 or search.space.recompute):
-                yield _with(segments, at, replace(segment, recomputed_layers=layers))
-        if at + 1 < len(segments):
-            for step in (-2, -1, 1, 2):
-                yield _moved(segments, at, step)
-        for first in range(1, segment.num_blocks):
-            # One block of another degree at either end, then the degree that the search found.
-            if first in (1, 2, segment.num_blocks - 2, segment.num_blocks - 1):
-                yield from _split(segments, at, first, search)
-
-
-def _with(segments: list[Segment], at: int, segment: Segment) -> list[Segment]:
-    return [*segments[:at], segment, *segments[at + 1 :]]
-
-
-def _merged(segments: list[Segment]) -> list[Segment]:
-    """Merge adjacent segments of one degree."""
-    merged = segments[:1]
-    for segment in segments[1:]:
-        last = merged[-1]
-        if last.tp == segment.tp:
-            layers = last.recomputed_layers + segment.recomputed_layers
-            both = last.num_blocks + segment.num_blocks
-            merged[-1] = replace(last, num_blocks=both, recomputed_layers=min(layers, (both + 1) // 2))
-        else:
-            merged.append(segment)
-    return merged
-
-
-def _moved(segments: list[Segment], at: int, step: int) -> list[Segment]:
-    one, other = segments[at], segments[at + 1]
-    if one.num_blocks + step < 1 or other.num_blocks - step < 1:
-        return segments
-    changed = (
-        replace(each, num_blocks=count, recomputed_layers=min(each.recomputed_layers, (count + 1) // 2))
-        for each, count in ((one, one.num_blocks + step), (other, other.num_blocks - step))
-    )
-    return [*segments[:at], *changed, *segments[at + 2 :]]
-
-
-def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) -> Iterator[list[Segment]]:
-    segment = segments[at]
-    for tp in search.degrees:
-        if tp == segment.tp:
-            continue
-        way = search.timing_of((tp, segment.recomputed_layers > 0)).way
-        for mine, length in ((0, first), (1, segment.num_blocks - first)):
-            counts = (first, segment.num_blocks - first)
-            parts = [
-                replace(segment, num_blocks=count, recomputed_layers=min(segment.recomputed_layers, (count + 1) // 2))
-                for count in counts
-            ]
-            parts[mine] = replace(parts[mine], tp=tp, **way._asdict())
-            assert parts[mine].num_blocks == length
-            yield _merged([*segments[:at], *parts, *segments[at + 1 :]])
 
 
 class NoPlanError(UsageError):
@@ -208,12 +180,18 @@ def _least_bytes(
         searches = _searches(model, hardware, space, world, global_batch, capacity, Predictor(hardware))
     except UsageError:
         return math.inf
-    lightest = min(searches, key=SettingSearch.smallest_bytes)
-    return max(lightest.smallest_bytes(), lightest.peak_of_lightest())
+    lightest = nsmallest(3, searches, key=SettingSearch.smallest_bytes)  # what the closed form leaves out differs
+    return min(max(each.smallest_bytes(), each.peak_of_lightest()) for each in lightest)
 
 
 def _searches(
-    model: Model, hardware: Hardware, space: Space, world: int, global_batch: int, capacity: int, predictor: Predictor
+    model: Model,
+    hardware: Hardware,
+    space: Space,
+    world: int,
+    global_batch: int,
+    capacity: int,
+    predictor: Predictor,
 ) -> list[SettingSearch]:
     """A search for each setting, of the model and of its variants. UsageError where no setting is possible."""
     found: list[SettingSearch] = []

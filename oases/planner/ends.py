@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from oases.planner.memory import head_bytes
-from oases.plans.layered import LayeredModel, Model
+from oases.plans.layered import Model
 from oases.simulator.hardware import Hardware
 from oases.simulator.program import Compute, Instruction, Start, Wait
 
@@ -21,57 +21,49 @@ def exposed(name: str, link: str, seconds: float) -> Iterator[Instruction]:
 
 
 def embedding(
-    hardware: Hardware, model: Model, tp: int, samples: float, prefix: str, layers: tuple[int, int] | None = None
+    hardware: Hardware,
+    model: Model,
+    tp: int,
+    samples: float,
+    prefix: str,
+    layers: tuple[int, int] | None = None,
 ) -> Iterator[Instruction]:
     """Forward pass of what lies before layers [first, last) on one of `tp` ranks: embeddings. None: all layers."""
     first, last = layers or (0, model.layers)
-    if isinstance(model, LayeredModel):
-        measured = _measured(hardware, model, tp, samples, (first, last))
-        yield from (Compute(f"{prefix}embedding before layer {at}", times[0]) for at, times in measured.items())
-        for each in model.outside_of(first, last):
-            if each.before == model.layers or each.before in measured:
-                continue
-            name = f"{prefix}embedding" + (f" before layer {each.before}" if each.before else "")
-            moved = sum(share.moved / share.ranks(tp) for share in each.shares)
-            flops = sum(share.column / share.ranks(tp) for share in each.shares)
-            yield Compute(name, samples * (moved / hardware.device.bytes_per_second + flops / _rate(hardware, model)))
-            if any(share.ranks(tp) > 1 for share in each.shares):
-                seconds = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(samples))
-                yield from exposed(name, hardware.link_of(tp), seconds)
-        return
-    if first:
-        return
-    unit = model.unit_bytes(samples)
-    table = model.vocabulary * model.hidden * model.element_bytes
-    yield Compute(f"{prefix}embedding", 3 * unit / hardware.device.bytes_per_second)
-    seconds = hardware.collective_seconds("all_reduce", tp, min(unit, table))
-    yield from exposed(f"{prefix}embedding", hardware.link_of(tp), seconds)
+    measured = _measured(hardware, model, tp, samples, (first, last))
+    yield from (Compute(f"{prefix}embedding before layer {at}", times[0]) for at, times in measured.items())
+    for each in model.outside_of(first, last):
+        if each.before == model.layers or each.before in measured:
+            continue
+        name = f"{prefix}embedding" + (f" before layer {each.before}" if each.before else "")
+        moved = sum(share.moved / share.ranks(tp) for share in each.shares)
+        flops = sum(share.column / share.ranks(tp) for share in each.shares)
+        yield Compute(name, samples * (moved / hardware.device.bytes_per_second + flops / _rate(hardware, model)))
+        tables = [share.parameters for share in each.shares if share.ranks(tp) > 1]
+        if tables:  # a table that is smaller than what is looked up in it is gathered
+            sent = min(model.unit_bytes(samples), sum(tables) * model.element_bytes)
+            yield from exposed(name, hardware.link_of(tp), hardware.collective_seconds("all_reduce", tp, sent))
 
 
 def embedding_backward(
     hardware: Hardware, model: Model, tp: int, samples: float, prefix: str, layers: tuple[int, int]
 ) -> Iterator[Instruction]:
     """Backward pass of `embedding`: the gradients of tables are zeroed, and those of its results added to them."""
-    rate = hardware.device.bytes_per_second
-    if isinstance(model, LayeredModel):
-        measured = _measured(hardware, model, tp, samples, layers)
-        seconds = sum(backward for _, backward in measured.values())
-        for each in model.outside_of(*layers):
-            if each.before != model.layers and each.before not in measured:
-                shares = [(share, share.ranks(tp)) for share in each.shares]
-                tables = sum(share.parameters / ranks for share, ranks in shares) * model.element_bytes
-                moved = samples * sum(share.moved / ranks for share, ranks in shares)
-                flops = samples * sum(share.column / ranks for share, ranks in shares)
-                seconds += (tables + moved) / rate + 2 * flops / _rate(hardware, model)
-    else:
-        table = model.end_parameters(0, 1, tp) * model.element_bytes
-        seconds = 0.0 if layers[0] else (table + 3 * model.unit_bytes(samples)) / rate
+    rate, measured = hardware.device.bytes_per_second, _measured(hardware, model, tp, samples, layers)
+    seconds = sum(backward for _, backward in measured.values())
+    for each in model.outside_of(*layers):
+        if each.before != model.layers and each.before not in measured:
+            shares = [(share, share.ranks(tp)) for share in each.shares]
+            tables = sum(share.parameters / ranks for share, ranks in shares) * model.element_bytes
+            moved = samples * sum(share.moved / ranks for share, ranks in shares)
+            flops = samples * sum(share.column / ranks for share, ranks in shares)
+            seconds += (tables + moved) / rate + 2 * flops / _rate(hardware, model)
     if seconds:
         yield Compute(f"{prefix}embedding backward", seconds)
 
 
 def _measured(
-    hardware: Hardware, model: LayeredModel, tp: int, samples: float, layers: tuple[int, int]
+    hardware: Hardware, model: Model, tp: int, samples: float, layers: tuple[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Measured seconds of both passes of what lies before each list of layers that begins in layers [first, last)."""
     found = {
@@ -91,7 +83,7 @@ def head(
     name = f"{prefix}head {'backward' if backward else 'forward'}"
     flops = model.head_flops(samples, tp)
     held = head_bytes(model, tp, samples)
-    measured = hardware.end_times(model, model.layers, tp, samples) if isinstance(model, LayeredModel) else None
+    measured = hardware.end_times(model, model.layers, tp, samples)
     if measured is not None:
         yield Compute(name, measured[backward], *((0, held) if backward else (held, 0)))
         return

@@ -41,6 +41,12 @@ class Gradients:
         self.plan, self.number, self.hardware, self.with_ends = plan, number, hardware, with_ends
         self.model, self.parts = plan.model, plan.parts_of(number)
 
+    def _blocks(self, part: Part) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
+        """(segment, block) of each block, the last one first, with its parameters by degree (`divided`)."""
+        for index, (first, segment) in reversed([*enumerate(part.placed, start=part.first_segment)]):
+            for block in reversed(range(segment.num_blocks)):
+                yield (index, block), divided(self.model, self.model.kind_of(first + block), segment.tp)
+
     def reduced(self, part: Part, prefix: str) -> dict[tuple[int, int], list[Instruction]]:
         """Reduce-scatters of the gradients of a micro-batch, block by block, of which few are under way at a time."""
         starts: dict[tuple[int, int], list[Instruction]] = {}
@@ -60,12 +66,9 @@ class Gradients:
             if len(names) > REDUCED_UNITS:
                 ops.append(Wait(names[-1 - REDUCED_UNITS]))
 
-        for index in reversed(range(len(part.segments))):
-            segment = part.segments[index]
-            first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
-            for block in reversed(range(segment.num_blocks)):
-                for count, degree in reversed(divided(self.model, self.model.kind_of(first + block), segment.tp)):
-                    reduced((part.first_segment + index, block), count, degree)
+        for place, counts in self._blocks(part):
+            for count, degree in reversed(counts):
+                reduced(place, count, degree)
         if self.with_ends:
             reduced(AT_THE_END, end_parameters(self.plan, self.number), embedding_segment(self.plan).tp)
         # A run waits for the last ones in the next pass; here passes do not overlap.
@@ -81,13 +84,9 @@ class Gradients:
         """
         lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
         for part in reversed(self.parts):
-            for index in reversed(range(len(part.segments))):
-                segment = part.segments[index]
-                first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
-                for block in reversed(range(segment.num_blocks)):
-                    kind, place = self.model.kind_of(first + block), (part.first_segment + index, block)
-                    for count, degree in divided(self.model, kind, segment.tp):
-                        lanes.setdefault(degree, []).append((place, count * GRADIENT_BYTES))
+            for place, counts in self._blocks(part):
+                for count, degree in counts:
+                    lanes.setdefault(degree, []).append((place, count * GRADIENT_BYTES))
         outside = end_parameters(self.plan, self.number)
         if self.with_ends and outside:
             tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES

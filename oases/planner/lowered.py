@@ -10,9 +10,9 @@ from itertools import pairwise
 from oases.core.schedule import Op, Schedule
 from oases.planner.memory import divided
 from oases.plans.expert_schedules import exchanging
-from oases.plans.layered import Model
+from oases.plans.layered import Kind, Model
 from oases.plans.plan import Segment
-from oases.plans.shape import GRADIENT_BYTES, AnyKind
+from oases.plans.shape import GRADIENT_BYTES
 from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import lower
 from oases.simulator.program import Compute, Instruction, Start, Wait
@@ -106,7 +106,7 @@ class _Gather:
         yield Compute(f"copy of {self.what} of {block}", self.copies), None
 
 
-def _gathers(hardware: Hardware, model: Model, kind: AnyKind, tp: int, ranks: int, prefix: str) -> list[_Gather]:
+def _gathers(hardware: Hardware, model: Model, kind: Kind, tp: int, ranks: int, prefix: str) -> list[_Gather]:
     """Gathers of a block on a stage of `ranks` ranks; none of what one rank has in the type that it computes in."""
     found = []
     for what, (count, degree) in zip(("weights", "experts"), divided(model, kind, tp), strict=False):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from oases.errors import UsageError
-from oases.plans.layered import Model
+from oases.plans.layered import Kind, Model
 from oases.plans.plan import Plan, Segment
-from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
+from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS
 from oases.simulator.hardware import Hardware, kept_along_sequence
 
 CONTEXT_BYTES = 512 << 20
@@ -25,7 +25,7 @@ def head_bytes(model: Model, tp: int, samples: float) -> int:
     return round(model.logits(samples, tp) * (2 * model.element_bytes + 4))
 
 
-def kept_bytes(model: Model, kind: AnyKind, tp: int, samples: float, *, recomputed: bool, along: bool = False) -> int:
+def kept_bytes(model: Model, kind: Kind, tp: int, samples: float, *, recomputed: bool, along: bool = False) -> int:
     """Bytes of activations that a block keeps for its backward pass, for all samples of a micro-batch.
 
     along: with sequence parallelism.
@@ -43,7 +43,7 @@ def in_flight_bytes(model: Model, tp: int, samples: float, sub_batches: int) -> 
     return 2 * model.unit_bytes(samples) + largest
 
 
-def divided(model: Model, kind: AnyKind, tp: int) -> list[tuple[int, int]]:
+def divided(model: Model, kind: Kind, tp: int) -> list[tuple[int, int]]:
     """(parameters on a rank, ranks that they are divided over) of a block: all but balanced experts, and these."""
     experts = model.expert_parameters(kind)
     dense = (model.block_parameters(kind, tp) - experts, tp)
@@ -81,10 +81,7 @@ def shared_parameters(plan: Plan, number: int) -> int:
     """
     if number not in plan.end_stages or len(plan.end_stages) == 1:
         return 0
-    model, tp = plan.model, embedding_segment(plan).tp
-    if isinstance(model, ModelShape):
-        return model.vocabulary // tp * model.hidden if model.tied else 0
-    return _counted_twice(model, tp)
+    return _counted_twice(plan.model, embedding_segment(plan).tp)
 
 
 def _counted_twice(model: Model, tp: int) -> int:

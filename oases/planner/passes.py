@@ -162,8 +162,7 @@ class StageModel:
         return seconds + self.hardware.collective_seconds("all_gather", shares, num_bytes)
 
     def _lowered(self, part: Part, index: int, m: int) -> Lowered:
-        segment = part.segments[index]
-        first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
+        first, segment = part.placed[index]
         kind = self.model.alike(first, segment.num_blocks)
         name = f"{self._prefix(m)}segment {part.first_segment + index} "
         samples = self.plan.samples(segment.tp)
@@ -251,10 +250,10 @@ class StageModel:
         many, own = self.plan.micro_batches, embedding_segment(self.plan).tp
         if many == 1:
             return
-        layers, block = self.plan.layers_of(part), part.first_block
+        layers = self.plan.layers_of(part)
         counts = [(self.model.end_parameters(layers.start, layers.stop, own), own)]
-        for segment in part.segments:
-            for number in range(block, block := block + segment.num_blocks):
+        for first, segment in part.placed:
+            for number in range(first, first + segment.num_blocks):
                 counts += divided(self.model, self.model.kind_of(number), segment.tp)
         # Where replicas share them, of this rank's share.
         parameters = sum(n / (self.plan.stage_ranks // degree if self._shares else 1) for n, degree in counts)

@@ -1,4 +1,4 @@
-"""Search for the best plan: for every setting the chain of blocks is solved as a mixed-integer linear program.
+"""Search for the best plan: for every setting the chain of blocks is solved for its cheapest states that fit.
 
 The cost of a block in a state (degree, recomputed or not) comes from simulated stacks: time per additional layer
 and constant time per stack. A change of degree costs the resharding and the overlap lost at the border. The
@@ -8,17 +8,17 @@ resulting plans and the uniform ones are then simulated as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
 from oases.planner.balance import balanced, balanced_runs, least_load, part_blocks
-from oases.planner.block_chain import Chain, StackTimings
 from oases.planner.block_costs import BlockCosts, Row, State
-from oases.planner.milp import InfeasibleError, Solution, relaxed_cost, solve
+from oases.planner.chain import Chain, InfeasibleError, Solution, relaxed_cost, solve
 from oases.planner.predict import Predictor
 from oases.planner.space import Setting
+from oases.planner.timings import StackTimings
 from oases.plans.plan import Plan, Segment, Stage
 
 
@@ -28,7 +28,7 @@ class SettingSearch(BlockCosts):
     def __init__(self, setting: Setting, timings: StackTimings, capacity: int, predictor: Predictor) -> None:
         super().__init__(setting, timings, capacity)
         self.predictor = predictor
-        self._sizes: dict[tuple[tuple[int, ...], tuple[float, ...] | None], list[int]] = {}
+        self._sizes = cache(self._sizes_of)
 
     def least_seconds(self) -> float:
         """Lower bound of the step time: every layer in its fastest state, stages perfectly balanced."""
@@ -87,7 +87,7 @@ class SettingSearch(BlockCosts):
             tuple(float(self._once(state, stage)) for state in states), self._edges(states),
         )  # fmt: skip
         if isinstance(found, float):
-            raise InfeasibleError(found, capacity)
+            raise InfeasibleError(found, capacity, stage)
         return found
 
     def stage_blocks(self, degrees: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
@@ -95,17 +95,17 @@ class SettingSearch(BlockCosts):
 
         shares: fraction of each stage's layers that is recomputed; None recomputes what does not fit.
         """
-        known = tuple(degrees), None if shares is None else tuple(shares)
-        if known not in self._sizes:
-            stages, layers = self.setting.stages, self.model.layers
-            if len(self.model.layer_kinds) == 1:
-                loads = [partial(least_load, self._loads(stage, degrees, shares, (0,))) for stage in range(stages)]
-                counts = balanced(layers, loads, self.setting.chunks)
-            else:
-                counts = balanced_runs(layers, stages, partial(self._run_seconds, degrees, shares))
-            ends = [self.model.first_block(layer) for layer in accumulate(counts, initial=0)]
-            self._sizes[known] = [after - before for before, after in pairwise(ends)]
-        return self._sizes[known]
+        return self._sizes(tuple(degrees), None if shares is None else tuple(shares))
+
+    def _sizes_of(self, degrees: tuple[int, ...], shares: tuple[float, ...] | None) -> list[int]:
+        stages, layers = self.setting.stages, self.model.layers
+        if len(self.model.layer_kinds) == 1:
+            loads = [partial(least_load, self._loads(stage, degrees, shares, (0,))) for stage in range(stages)]
+            counts = balanced(layers, loads, self.setting.chunks)
+        else:
+            counts = balanced_runs(layers, stages, partial(self._run_seconds, degrees, shares))
+        ends = [self.model.first_block(layer) for layer in accumulate(counts, initial=0)]
+        return [after - before for before, after in pairwise(ends)]
 
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:
         """The plan in which each block of each stage has the given state."""
@@ -181,7 +181,7 @@ class SettingSearch(BlockCosts):
         states = self._lightest_choice
         try:
             chosen = self._chosen(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
-        except _StageInfeasibleError:
+        except InfeasibleError:
             return np.inf
         plan = self.predictor.with_prediction(self.plan_of(chosen))
         assert plan.prediction is not None
@@ -201,10 +201,11 @@ class SettingSearch(BlockCosts):
         while corrections:
             try:
                 chosen = self._chosen(states, gradients, capacities)
-            except _StageInfeasibleError as error:
-                if error.smallest > self.capacity or capacities[error.stage] == error.smallest:
+            except InfeasibleError as error:
+                least = error.smallest_weight
+                if least > self.capacity or capacities[error.stage] == least:
                     return None
-                capacities[error.stage] = error.smallest  # reduced too far: only the lightest choice is left
+                capacities[error.stage] = least  # reduced too far: only the lightest choice is left
                 corrections -= stages == 1
                 continue
             corrections -= 1
@@ -231,7 +232,7 @@ class SettingSearch(BlockCosts):
     def _chosen(
         self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]
     ) -> tuple[tuple[State, ...], ...]:
-        """States of each stage's blocks. capacities: by stage. Raises _StageInfeasibleError."""
+        """States of each stage's blocks. capacities: by stage. Raises InfeasibleError."""
         chosen: list[tuple[State, ...]] = []
         # Stages between the ends hold no more than an earlier one that is not bound by memory.
         unbound: dict[tuple[tuple[int, ...], int | None, bool], tuple[State, ...]] = {}
@@ -242,10 +243,7 @@ class SettingSearch(BlockCosts):
             if not ends and key in unbound:
                 chosen.append(unbound[key])
             else:
-                try:
-                    found = self.solve(stage, kinds, states, capacities[stage], gradients, border)
-                except InfeasibleError as error:
-                    raise _StageInfeasibleError(stage, error.smallest_weight) from error
+                found = self.solve(stage, kinds, states, capacities[stage], gradients, border)
                 chosen.append(tuple(states[place] for place in found.places))
                 if not found.binds and not ends:
                     unbound[key] = chosen[-1]
@@ -275,15 +273,6 @@ def _solved(
         return solve(chain, gap=1e-4)
     except InfeasibleError as error:
         return error.smallest_weight
-
-
-class _StageInfeasibleError(Exception):
-    """Error for a stage without a feasible choice of states. smallest: bytes of the lightest."""
-
-    def __init__(self, stage: int, smallest: float) -> None:
-        super().__init__(stage, smallest)
-        self.stage = stage
-        self.smallest = smallest
 
 
 def _parts(states: tuple[State, ...], chunks: int, each: int) -> Iterator[tuple[State, ...]]:

@@ -15,7 +15,6 @@ from oases.errors import UsageError
 from oases.limits import MOST_PLACES
 from oases.plans.layered import Model
 from oases.plans.pipelines import StageReading, chunks_of, enough, in_flight, parts_on, passes, read_stage
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 
 MAX_STAGES = 64
@@ -31,7 +30,7 @@ MOST_MICRO_BATCHES = 4096
 
 @dataclass(frozen=True)
 class Space:
-    """Search space. degrees: empty for powers of two, or for those at which a traced model's blocks were measured.
+    """Search space. degrees: empty for powers of two, or for those at which the model's blocks were measured.
     micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
     pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
@@ -86,8 +85,9 @@ class Space:
 
 def degrees_to_try(model: Model, hardware: Hardware, ranks: int, space: Space) -> Sequence[int]:
     """Tensor-parallel degrees to search on so many ranks, some of which may not divide them or the model."""
-    measured = set[int]() if isinstance(model, ModelShape) else hardware.degrees_of(model)
-    return space.degrees or sorted(measured) or tuple(2**power for power in range(ranks.bit_length()))
+    return (
+        space.degrees or sorted(hardware.degrees_of(model)) or tuple(2**power for power in range(ranks.bit_length()))
+    )
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def variants(model: Model, world: int, space: Space) -> Iterator[Model]:
     for degree in space.expert_parallel or (0, *(2**power for power in range(1, world.bit_length()))):
         if degree == 0:
             yield model
-        elif not isinstance(model, ModelShape) and experts and experts % degree == world % degree == 0:
+        elif experts and experts % degree == world % degree == 0:
             yield model.with_expert_parallel(degree)
 
 

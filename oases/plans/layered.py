@@ -1,22 +1,22 @@
-"""Layered models: the costs of a traced model's own layers, by kind of layer, for the planner.
+"""Layered models: the costs of a model's own layers, by kind of layer, for the planner.
 
-Where a ModelShape has formulas of a GPT, a LayeredModel holds what was counted in a graph: parameters, FLOPs and
-bytes of every block, and how each part of it is sharded.
+Parameters, FLOPs and bytes of every block, and how each part of it is sharded: counted in a trace, or of a GPT by
+formulas of its sizes (`oases.plans.gpt`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from math import gcd
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from oases.errors import UsageError
 from oases.limits import MOST_LAYERS, require_numbers, short
-from oases.plans.shape import ELEMENT_BYTES, AnyKind, ModelShape, state_bytes
+from oases.plans.shape import ELEMENT_BYTES, GPTSizes, state_bytes
 
 Kind = tuple[int, int]
 """A block's (kind of layer, place in the layer)."""
@@ -92,7 +92,11 @@ class LayerList:
 
 
 class Work(NamedTuple):
-    """Work of a block on one rank: FLOPs of the forward pass by matmul, bytes moved, kernels."""
+    """Work of a block on one rank: FLOPs of the forward pass by matmul, bytes moved, kernels.
+
+    moved, ops: of the forward pass. moved_backward, ops_backward: of the backward pass without the weights'
+    gradients, moved_weights: of these.
+    """
 
     column: float
     core: float
@@ -100,11 +104,14 @@ class Work(NamedTuple):
     moved: float
     combined: float
     ops: int
+    moved_backward: float
+    ops_backward: float
+    moved_weights: float
 
 
 @dataclass(frozen=True)
-class LayeredModel:
-    """A traced model as data: its layers in call order, by kind, and what lies outside of them.
+class Model:
+    """A model as data: its layers in call order, by kind, and what lies outside of them.
 
     sequence: tokens per sample (patches or frames where there are no tokens). hidden: features of an activation
     between layers, `unit` its elements per sample. vocabulary: rows of the table of tokens, 0 without one. lists: its
@@ -112,7 +119,7 @@ class LayeredModel:
     border before each layer. token_wise: whether the layers compute all that relates tokens between a column- and a
     row-parallel matmul, which sequence parallelism needs. expert_parallel: ranks over which experts are divided,
     and to which tokens are sent (`parallelize(experts="balanced")`); 0: they are sharded over
-    the tensor-parallel ranks. Mixed degrees in one plan are not possible: `mixed` is False.
+    the tensor-parallel ranks. sizes: of a GPT, which stand for it in files; None for a traced model.
     """
 
     name: str
@@ -129,9 +136,7 @@ class LayeredModel:
     messages: tuple[int, ...]
     token_wise: bool = False
     expert_parallel: int = 0
-
-    mixed: ClassVar[bool] = False
-    is_gpt: ClassVar[bool] = False
+    sizes: GPTSizes | None = field(default=None, metadata={"in_files": False})
 
     def __post_init__(self) -> None:
         require_numbers({name: getattr(self, name) for name in ("sequence", "hidden", "vocabulary")}, "model: ")
@@ -155,6 +160,15 @@ class LayeredModel:
                 f"model: expert_parallel {self.expert_parallel} does not divide {self.num_experts} experts"
             )
 
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for name in ("name", "dtype", "hidden", "layers", "sequence", "vocabulary") if self.sizes is not None else ():
+            if (ours := getattr(self, name)) != (theirs := getattr(self.sizes, name)):
+                raise UsageError(
+                    f"model: {name} is {ours!r} and {theirs!r} in its sizes; change it by oases.plans.gpt.resized"
+                )
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -167,13 +181,26 @@ class LayeredModel:
         """Number of layers, of all lists."""
         return len(self.order)
 
-    @cached_property
+    @property
+    def mixed(self) -> bool:
+        """Whether blocks of one plan may have different degrees, and a segment half layers: those of a GPT."""
+        return self.sizes is not None
+
+    @property
+    def is_gpt(self) -> bool:
+        """Whether its blocks are a GPT's, which a profile knows by width, heads and sequence."""
+        return self.sizes is not None and self.sizes.is_gpt
+
+    @property
     def heads(self) -> int:
-        """Largest degree that divides what must be sharded; where nothing must, what may be."""
-        return self._limit
+        """Heads of a GPT; of a traced model the largest degree that divides what must be sharded."""
+        return self._limit if self.sizes is None else self.sizes.heads
 
     @cached_property
     def _limit(self) -> int:
+        """Largest degree that divides what must be sharded; where nothing must, what may be."""
+        if self.sizes is not None:
+            return self.sizes.divisor
         shares = [s for kind in self.kinds for b in kind.blocks for s in b.shares if s.units > 1]
         return gcd(*(s.units for s in shares if not s.optional)) or gcd(*(s.units for s in shares))
 
@@ -214,18 +241,20 @@ class LayeredModel:
         return bisect_right(self._first_blocks, block) - 1
 
     def num_layers(self, first: int, count: int) -> int:
-        """Number of layers of `count` blocks from block `first` on."""
+        """Number of layers of `count` blocks from block `first` on; of a GPT pairs, an odd last one as one."""
+        if self.mixed:
+            return (count + 1) // 2
         return self.layer_at(first + count - 1) - self.layer_at(first) + 1
 
-    def layer_numbers(self, first: int, count: int) -> tuple[int, ...]:
-        """Layer of each of these blocks, for a schedule's generator."""
-        return tuple(self.layer_at(block) for block in range(first, first + count))
+    def layer_numbers(self, first: int, count: int) -> tuple[int, ...] | None:
+        """Layer of each of these blocks, for a schedule's generator; None for pairs."""
+        return None if self.mixed else tuple(self.layer_at(block) for block in range(first, first + count))
 
     def alike(self, first: int, count: int) -> int:
         """First block from which `count` blocks of the same kinds begin: one name for equal segments."""
         return _first_like(self._blocks, first, count)
 
-    def kind_of(self, block: int) -> AnyKind:
+    def kind_of(self, block: int) -> Kind:
         """Kind of a block."""
         return self._blocks[block]
 
@@ -240,6 +269,8 @@ class LayeredModel:
 
     def block_name(self, kind: Kind) -> str:
         """Name of a block's measurements, which blocks of equal work have in common."""
+        if self.is_gpt:
+            return self.block(kind).name
         return f"{self.name} block, {_work_of(self.block(kind).shares)}"
 
     def end_name(self, before: int) -> str:
@@ -260,19 +291,19 @@ class LayeredModel:
         """Whether the heads and widths that must be sharded divide over `tp` ranks."""
         return self._limit % tp == 0
 
-    def block_parameters(self, kind: AnyKind, tp: int) -> int:
+    def block_parameters(self, kind: Kind, tp: int) -> int:
         """Parameters of a block on one of `tp` ranks."""
         dense = sum(
             share.parameters // share.ranks(tp) for share in self.block(kind).shares if not self._sends(share)
         )
         return dense + self.expert_parameters(kind)
 
-    def expert_parameters(self, kind: AnyKind) -> int:
+    def expert_parameters(self, kind: Kind) -> int:
         """Parameters of a block that are experts divided over `expert_parallel` ranks, on one of them."""
         shares = (share for share in self.block(kind).shares if self._sends(share))
         return sum(share.parameters // self.expert_parallel for share in shares)
 
-    def routed_bytes(self, kind: AnyKind, tp: int, samples: float) -> float:
+    def routed_bytes(self, kind: Kind, tp: int, samples: float) -> float:
         """Bytes that one of `tp` ranks sends to a block's experts: its share of the tokens, once for each expert."""
         return samples * sum(share.routed for share in self.block(kind).shares if self._sends(share)) / tp
 
@@ -301,7 +332,7 @@ class LayeredModel:
         """Bytes of the activation between two layers."""
         return round(samples * self.unit * self.element_bytes)
 
-    def kept_bytes(self, kind: AnyKind, tp: int, samples: float) -> int:
+    def kept_bytes(self, kind: Kind, tp: int, samples: float) -> int:
         """Bytes of activations that the backward pass of one block needs, with its input."""
         return round(samples * sum(share.kept / share.ranks(tp) for share in self.block(kind).shares))
 
@@ -309,16 +340,25 @@ class LayeredModel:
         """Bytes of the activations that cross the border before a layer."""
         return round(samples * self.messages[layer])
 
-    def work(self, kind: AnyKind, tp: int, samples: float) -> Work:
+    def work(self, kind: Kind, tp: int, samples: float) -> Work:
         """Work of a block's forward pass on one of `tp` ranks."""
         block = self.block(kind)
 
         def total(name: str) -> float:
             return samples * sum(getattr(share, name) / share.ranks(tp) for share in block.shares)
 
-        return Work(total("column"), total("core"), total("row"), total("moved"), samples * block.combined, block.ops)
+        moved, ops = total("moved"), block.ops
+        # The gradient of an op reads its inputs and its result's gradient.
+        backward, ops_backward, weights = 2 * moved, 1.5 * ops, moved / 2
+        if self.sizes is not None:  # of the 3 units that every rank moves, and of what is sharded
+            whole = samples * block.shares[0].moved
+            backward, ops_backward, weights = 2 * moved - whole / 3, ops + 1, moved - 2 * whole / 3
+        return Work(
+            total("column"), total("core"), total("row"), moved, samples * block.combined, ops,
+            backward, ops_backward, weights,
+        )  # fmt: skip
 
-    def matmul_flops(self, kind: AnyKind, tp: int, samples: float) -> tuple[float, float, float]:
+    def matmul_flops(self, kind: Kind, tp: int, samples: float) -> tuple[float, float, float]:
         """FLOPs of a forward pass: column-parallel matmuls, attention itself, row-parallel matmuls."""
         work = self.work(kind, tp, samples)
         return work.column, work.core, work.row
@@ -343,7 +383,7 @@ class LayeredModel:
         outside = samples * sum(share.column for each in self.outside for share in each.shares)
         return 3 * (blocks + outside)
 
-    def in_dtype(self, dtype: str) -> LayeredModel:
+    def in_dtype(self, dtype: str) -> Model:
         """The model in another dtype: all bytes in proportion."""
         to, of = ELEMENT_BYTES[dtype], self.element_bytes
 
@@ -358,13 +398,14 @@ class LayeredModel:
             self, dtype=dtype, messages=tuple(each * to // of for each in self.messages),
             kinds=tuple(replace(kind, blocks=tuple(map(block, kind.blocks))) for kind in self.kinds),
             outside=tuple(replace(each, shares=tuple(map(share, each.shares))) for each in self.outside),
+            sizes=None if self.sizes is None else replace(self.sizes, dtype=dtype),
         )  # fmt: skip
 
-    def with_expert_parallel(self, degree: int) -> LayeredModel:
+    def with_expert_parallel(self, degree: int) -> Model:
         """The model with its experts divided over `degree` ranks; layers then run on whole sequences."""
         return replace(self, expert_parallel=degree, token_wise=False)
 
-    def with_layers(self, count: int) -> LayeredModel:
+    def with_layers(self, count: int) -> Model:
         """The model with another number of layers, of its kinds in the same proportions."""
         old = self.layers
         picked = [layer * old // count for layer in range(count)]
@@ -378,11 +419,8 @@ class LayeredModel:
             lists=tuple(replace(self.lists[at], layers=number) for at, number in lists.items()),
             outside=tuple(replace(each, before=-(-each.before * count // old)) for each in self.outside),
             num_parameters=self.num_parameters - inside[0] + inside[1],
+            sizes=None if self.sizes is None else replace(self.sizes, layers=count),
         )  # fmt: skip
-
-
-Model = ModelShape | LayeredModel
-"""Model to plan for: a shape with formulas, or a traced model."""
 
 
 def _work_of(shares: Iterable[Share]) -> str:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +25,15 @@ from oases.core.schedule.schedule import stage_of
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
+from oases.plans.gpt import gpt_of
 from oases.plans.layered import Model
 from oases.plans.pipelines import chunks_of, name_of, placement_of
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import Experts, GPTSizes
 
 __all__ = [
-    "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "ModelShape", "Part", "Plan", "Prediction", "Segment", "Stage",
-    "generated", "read_plan",
+    "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "Part", "Plan", "Prediction", "Segment", "Stage", "generated",
+    "read_plan",
 ]  # fmt: skip
 
 VERSION = 1
@@ -57,6 +58,12 @@ class Part:
     first_block: int
     segments: tuple[Segment, ...]
     first_segment: int = 0
+
+    @cached_property
+    def placed(self) -> tuple[tuple[int, Segment], ...]:
+        """Segments, each with its first block."""
+        firsts = accumulate((segment.num_blocks for segment in self.segments), initial=self.first_block)
+        return tuple(zip(firsts, self.segments, strict=False))
 
     @property
     def first_degree(self) -> int:
@@ -251,10 +258,7 @@ class Plan:
     def placed(self, stage: int) -> Iterator[tuple[int, Segment]]:
         """Segments of a stage, each with its first block."""
         for part in self.parts_of(stage):
-            block = part.first_block
-            for segment in part.segments:
-                yield block, segment
-                block += segment.num_blocks
+            yield from part.placed
 
     def layers_of(self, part: Part) -> range:
         """Layers of a model part, in call order over all lists of the model's layers."""
@@ -263,10 +267,8 @@ class Plan:
 
     def layer_counts(self, part: Part) -> Iterator[tuple[int, Segment]]:
         """Segments of a part, each with its number of layers."""
-        block = part.first_block
-        for segment in part.segments:
-            yield self.model.num_layers(block, segment.num_blocks), segment
-            block += segment.num_blocks
+        for first, segment in part.placed:
+            yield self.model.num_layers(first, segment.num_blocks), segment
 
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
@@ -334,9 +336,13 @@ class Plan:
             ]
         )
 
+    def data(self) -> dict[str, Any]:
+        """The plan as plain data; of a GPT its sizes."""
+        return records.plain(self) | {"model": records.plain(self.model.sizes or self.model)}
+
     def to_json(self) -> str:
         """Serialise the plan as JSON for `from_json`."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **records.plain(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **self.data()}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -345,7 +351,11 @@ class Plan:
 
     @staticmethod
     def _of(data: Any) -> Plan:
-        plan: Plan = records.read(Plan, records.body(data, FORMAT, VERSION, "plan", _REMEDY), "plan", _REMEDY)
+        body = records.body(data, FORMAT, VERSION, "plan", _REMEDY)
+        if "model" in body:
+            model = records.one_of((GPTSizes, Model), body["model"], "plan: model", _REMEDY)
+            body["model"] = gpt_of(model) if isinstance(model, GPTSizes) else model
+        plan: Plan = records.read(Plan, body, "plan", _REMEDY)
         if plan.prediction is not None and len(plan.prediction.memory_bytes) != len(plan.stages):
             raise UsageError(
                 f"plan: prediction: memory_bytes must be a whole number for each of {len(plan.stages)} stages, got "

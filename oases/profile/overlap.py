@@ -110,9 +110,10 @@ class OverlapBench:
         self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
         # The least compute: no matmul is recomputed only for an all-reduce. Whole batch or sub-batches, whichever
         # is faster on this machine; the ideal takes the faster.
+        cut = min(config.default_sub_batches, config.batch)
         self.compute_alone = {
             "compute alone": config.resolve_schedule("fine_grained", layer_of),
-            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
+            "compute alone, cut": config.resolve_schedule(f"oases@{cut}", layer_of),
         }
         self.peers = dict(peers or {})
         torch.manual_seed(config.seed)

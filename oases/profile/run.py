@@ -16,20 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.core.execution.group import ProcessGroup, all_gather_objects
-from oases.distributed.clock import Clock
-from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import (
+from oases.autotp.configuration import (
     configuration,
     configured_model,
     read_configuration,
     sample_inputs,
     with_layers,
 )
+from oases.autotp.costs import trace_layers
+from oases.core.execution.group import ProcessGroup, all_gather_objects
+from oases.distributed.clock import Clock
+from oases.errors import UsageError
 from oases.kernels.quantized import dequantize, quantize
 from oases.launch.ranks import require_agreement
-from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
+from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench, StackBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench
 from oases.profile.layers import LayerBench, median_seconds, update_seconds
@@ -117,9 +117,8 @@ def layer_bench(config: ProfileConfig, group: ProcessGroup) -> LayerBench:
     layered = trace_layers(configured_model(data, config.dtype), sequence=config.sequence)
     torch.manual_seed(config.seed)
     model = configured_model(data, config.dtype, device="cpu").to(config.device)
-    return LayerBench(
-        model, layered, sample_batch(model, config.batch, config.sequence, config.seed), group, config.iterations
-    )
+    inputs = sample_batch(model, config.batch, config.sequence, config.seed)
+    return LayerBench(model, layered, inputs, group, config.iterations, config.batch)
 
 
 def sample_batch(model: torch.nn.Module, samples: int, sequence: int, seed: int) -> dict[str, Any]:
@@ -218,13 +217,13 @@ class _Profile:
         self._part("device")
         benches = self._benches()
         largest = max(self._degrees)
-        of_largest = benches[largest]
-        if not isinstance(beside := of_largest, BlockBench):
+        beside = benches[largest]
+        if isinstance(beside, LayerBench):
+            device = replace(device, update_seconds=beside.update_seconds())
             beside = BlockBench(self._config.beside(largest), self._groups[largest])
+        assert isinstance(beside, BlockBench)
         contention = self._contention(beside)
         blocks, overheads = self._blocks(benches)
-        if isinstance(of_largest, LayerBench):
-            device = replace(device, update_seconds=of_largest.update_seconds())
         models = {scope: replace(link, contention=contention[scope]) for scope, link in links.items()}
         # A scope that does not exist takes the other one's link.
         cluster = models.get("cluster") or models["node"]
@@ -233,26 +232,23 @@ class _Profile:
             blocks, self._about(set(models), min(bench.core_share() for bench in benches.values())), date, overheads,
         )  # fmt: skip
 
-    def _benches(self) -> Mapping[int, BlockBench | LayerBench]:
+    def _benches(self) -> Mapping[int, StackBench]:
         if self._config.model is None:
             return {degree: BlockBench(self._config, group) for degree, group in self._groups.items()}
         return {degree: layer_bench(self._config, group) for degree, group in self._groups.items()}
 
     def _blocks(
-        self, benches: Mapping[int, BlockBench | LayerBench]
+        self, benches: Mapping[int, StackBench]
     ) -> tuple[tuple[MeasuredBlock, ...], tuple[MeasuredOverhead, ...]]:
-        blocks, overheads = [], []
+        blocks, overheads, ends = [], [], self._config.model is not None  # of a GPT only blocks are measured
         for bench in benches.values():
             for samples in self._config.sub_batch_sizes:
                 blocks += bench.blocks(samples)
-                if isinstance(bench, LayerBench):
+                if ends:
                     blocks += bench.passes(samples, 1)[0]
                 self._part(f"blocks of tp {bench.tp}, {samples} samples")
             for cut in self._cuts:
-                if isinstance(bench, LayerBench):
-                    overheads += bench.passes(self._config.batch, cut)[1]
-                else:
-                    overheads.append(bench.overhead(cut))
+                overheads += bench.passes(self._config.batch, cut)[1]
                 self._part(f"passes of tp {bench.tp}, {cut} sub-batches")
         return tuple(blocks), tuple(overheads)
 

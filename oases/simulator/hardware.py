@@ -14,8 +14,9 @@ from oases.core.dtypes import QUANTISED, WIRE_BYTES
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
 from oases.limits import short
-from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import ELEMENT_BYTES, KINDS, AnyKind, ModelShape
+from oases.plans.gpt import gpt, kind_called
+from oases.plans.layered import Kind, Model, Work
+from oases.plans.shape import ELEMENT_BYTES, KINDS
 from oases.records import Check, Inline, Name, Number, OneOf, Within
 from oases.simulator.cost import BlockBytes, BlockTimes, Seconds, StackCosts
 from oases.simulator.links import USUAL_RATES, LinkModel, Rate
@@ -79,7 +80,7 @@ class Device:
 class MeasuredBlock:
     """Times of one block on one rank, for a sub-batch of `samples`.
 
-    kind: a BlockKind of a GPT, or the name of a traced model's block or end (`LayeredModel.block_name`, `end_name`).
+    kind: attention or mlp of a GPT, or the name of a traced model's block or end (`Model.block_name`, `end_name`).
     """
 
     kind: Annotated[str, Check(_kind_fault)]
@@ -103,6 +104,11 @@ class MeasuredBlock:
     def of_gpt(self) -> bool:
         """Whether it is a block of the built-in GPT."""
         return self.kind in KINDS
+
+    @property
+    def of(self) -> tuple[Model, Kind]:
+        """A GPT of one layer with this block, and the block's kind there."""
+        return gpt(self.hidden, 1, self.heads, self.sequence, dtype=self.dtype), kind_called(self.kind)
 
     @property
     def key(self) -> tuple[str, int, int, int, str, int, float]:
@@ -178,34 +184,28 @@ class Hardware:
             return self.node.seconds("send", 2, num_bytes)
         return self.cluster.seconds("send", 2, num_bytes, sharing=min(crossing, per_node))
 
-    def block_times(self, model: Model, kind: AnyKind, tp: int, samples: float) -> BlockTimes:
+    def block_times(self, model: Model, kind: Kind, tp: int, samples: float) -> BlockTimes:
         """Times of one block's ops for a sub-batch of `samples`.
 
         Measured for models that the profile holds. For others: from the device's rates, scaled as the measured block
         with the nearest number of FLOPs differs from them.
         """
-        if isinstance(model, LayeredModel):
-            own = self._measured.get(_shape(model, model.block_name(kind), tp))
-            if own is not None:
-                return _between(own, samples)
+        own = self._measured.get(_shape(model, model.block_name(kind), tp))
+        if own is not None:
+            return _between(own, samples)
+        times = self._by_rates(model, kind, tp, samples)
         if not model.is_gpt:
-            times = self._by_rates(model, kind, tp, samples)
-            return (
-                times.scaled(self._correction(sum(model.matmul_flops(kind, tp, samples)))) if self._ratios else times
-            )
-        assert isinstance(model, ModelShape)
-        measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
-        if measured is not None:
-            return _between(measured, samples)
+            flops = sum(model.matmul_flops(kind, tp, samples))
+            return times.scaled(self._correction(flops)) if self._ratios else times
         if self.blocks:
             raise UsageError(
-                f"profile {self.name!r} holds no {kind} block of hidden {model.hidden}, {model.heads} heads, "
-                f"sequence {model.sequence}, {model.dtype}, tp {tp}; it holds {self.measured_shapes()}: measure it "
-                "with oases profile"
+                f"profile {self.name!r} holds no {model.block_name(kind)} block of hidden {model.hidden}, "
+                f"{model.heads} heads, sequence {model.sequence}, {model.dtype}, tp {tp}; it holds "
+                f"{self.measured_shapes()}: measure it with oases profile"
             )
-        return self._by_rates(model, kind, tp, samples)
+        return times
 
-    def end_times(self, model: LayeredModel, before: int, tp: int, samples: float) -> tuple[float, float] | None:
+    def end_times(self, model: Model, before: int, tp: int, samples: float) -> tuple[float, float] | None:
         """Seconds of the forward and the backward pass of what a model computes between lists of layers.
 
         before: the layer behind it, or the number of layers for what follows the last. None where it was not
@@ -229,9 +229,9 @@ class Hardware:
         for block in self.blocks:
             if not block.of_gpt:
                 continue
-            model = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
-            predicted = self._by_rates(model, block.kind, block.tp, block.samples).both_passes
-            flops = sum(model.matmul_flops(block.kind, block.tp, block.samples))
+            model, kind = block.of
+            predicted = self._by_rates(model, kind, block.tp, block.samples).both_passes
+            flops = sum(model.matmul_flops(kind, block.tp, block.samples))
             found.append((log(max(1.0, flops)), block.times.both_passes / predicted))
         return found
 
@@ -254,23 +254,20 @@ class Hardware:
         scale = (model.num_blocks / 2 if layers is None else layers) / nearest.layers
         return scale * nearest.forward, scale * nearest.backward
 
-    def measured(self, model: LayeredModel, kind: AnyKind, tp: int) -> bool:
-        """Whether this block of a traced model was measured at degree `tp`."""
+    def measured(self, model: Model, kind: Kind, tp: int) -> bool:
+        """Whether this block was measured at degree `tp`."""
         return _shape(model, model.block_name(kind), tp) in self._measured
 
-    def degrees_of(self, model: LayeredModel) -> set[int]:
-        """Degrees at which blocks of a traced model were measured."""
+    def degrees_of(self, model: Model) -> set[int]:
+        """Degrees at which blocks of a model were measured."""
         name = model.block_name(model.kind_of(0))
-        return {block.tp for block in self.blocks if block.kind == name}
+        return {block.tp for block in self.blocks if _shape(model, name, block.tp) == block.key[:-1]}
 
     def has_block(self, model: Model, tp: int) -> bool:
         """Whether block times of this model at degree `tp` are available."""
-        if isinstance(model, LayeredModel):
-            return tp in (self.degrees_of(model) or {tp})
-        if not self.blocks or not model.is_gpt:
-            return True
-        key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
-        return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
+        if model.is_gpt and self.blocks:
+            return all(self.measured(model, kind, tp) for kind in model.layer_kinds[0])
+        return tp in (self.degrees_of(model) or {tp})
 
     def measured_shapes(self) -> str:
         """Description of the measured shapes."""
@@ -286,38 +283,21 @@ class Hardware:
             found.setdefault(key, []).append(block)
         return found
 
-    def _by_rates(self, model: Model, kind: AnyKind, tp: int, samples: float) -> BlockTimes:
-        device = self.device
-        rate = device.rate(model.dtype)
-        if isinstance(model, LayeredModel):
-            return _of_work(model.work(kind, tp, samples), rate, device)
-        column, core, row = (flops / rate for flops in model.matmul_flops(kind, tp, samples))
-        unit = model.unit_bytes(samples) / device.bytes_per_second
-        inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second
-        launch = device.launch_seconds
-        # Each tensor is written once and read once by the next op; norms and residuals pass over whole units.
-        forward = column + core + row + 3 * unit + 2 * inner + 5 * launch
-        combine = 4 * unit + 2 * launch
-        return BlockTimes(
-            forward=forward, forward_unkept=forward, combine=combine, recompute=forward - row - launch,
-            recompute_whole=forward, combine_backward=2 * unit + launch,
-            backward=column + 2.5 * core + row + 5 * unit + 4 * inner + 6 * launch,
-            weight_gradient=column + row + 2 * inner + unit + 2 * launch,
-        )  # fmt: skip
+    def _by_rates(self, model: Model, kind: Kind, tp: int, samples: float) -> BlockTimes:
+        return _of_work(model.work(kind, tp, samples), self.device.rate(model.dtype), self.device)
 
 
 def _of_work(work: Work, rate: float, device: Device) -> BlockTimes:
-    """Times of a traced block: matmuls by the rate of FLOPs, other ops by the bytes that they move."""
+    """Times of a block: matmuls by the rate of FLOPs, other ops by the bytes that they move."""
     column, core, row = work.column / rate, work.core / rate, work.row / rate
-    moved, combined = work.moved / device.bytes_per_second, work.combined / device.bytes_per_second
-    launch = device.launch_seconds
-    forward = column + core + row + moved + work.ops * launch
+    memory, launch = device.bytes_per_second, device.launch_seconds
+    combined = work.combined / memory
+    forward = column + core + row + work.moved / memory + work.ops * launch
     return BlockTimes(
         forward=forward, forward_unkept=forward, combine=combined + 2 * launch, recompute=forward - row - launch,
         recompute_whole=forward, combine_backward=combined / 2 + launch,
-        # The gradient of an op reads its inputs and its result's gradient.
-        backward=column + 2.5 * core + row + 2 * moved + 1.5 * work.ops * launch,
-        weight_gradient=column + row + moved / 2 + 2 * launch,
+        backward=column + 2.5 * core + row + work.moved_backward / memory + work.ops_backward * launch,
+        weight_gradient=column + row + work.moved_weights / memory + 2 * launch,
     )  # fmt: skip
 
 
@@ -339,7 +319,7 @@ def merge(first: Hardware, second: Hardware) -> Hardware:
     )
 
 
-def _shape(model: LayeredModel, name: str, tp: int) -> tuple[str, int, int, int, str, int]:
+def _shape(model: Model, name: str, tp: int) -> tuple[str, int, int, int, str, int]:
     return name, model.hidden, model.heads, model.sequence, model.dtype, tp
 
 
@@ -362,20 +342,18 @@ def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
     return BlockTimes(**{item.name: at(item.name) for item in fields(BlockTimes)})
 
 
-def kept_along_sequence(model: Model, kind: AnyKind, tp: int, samples: float) -> int:
+def kept_along_sequence(model: Model, kind: Kind, tp: int, samples: float) -> int:
     """Bytes that the backward pass of one block needs under sequence parallelism, with its input.
 
     Of what every rank else holds in full it has a part, but for the gathered input of the matmuls.
     """
     kept, unit = model.kept_bytes(kind, tp, samples), model.unit_bytes(samples)
-    whole = 2.0 * unit
-    if isinstance(model, LayeredModel):
-        whole = samples * sum(share.kept for share in model.block(kind).shares if share.ranks(tp) == 1)
+    whole = samples * sum(share.kept for share in model.block(kind).shares if share.ranks(tp) == 1)
     return kept - round(max(0.0, whole - unit) * (1 - 1 / tp))
 
 
 def stack_costs(
-    hardware: Hardware, model: Model, kinds: Sequence[AnyKind], tp: int, samples: float, schedule: Schedule,
+    hardware: Hardware, model: Model, kinds: Sequence[Kind], tp: int, samples: float, schedule: Schedule,
     wire: str = "none",
 ) -> StackCosts:  # fmt: skip
     """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples.
@@ -391,7 +369,7 @@ def stack_costs(
     link = hardware.link_of(tp)
     exchanges: tuple[float, ...] = ()
     exchange_link: tuple[str, Contention] | None = None
-    if isinstance(model, LayeredModel) and model.expert_parallel > 1:
+    if model.expert_parallel > 1:
         other = hardware.link_of(model.expert_parallel)
         exchange_link = None if other == link else (other, hardware.link(other).contention)
         tokens = [model.routed_bytes(kind, tp, part) * sent / unit for kind in kinds]

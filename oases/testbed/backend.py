@@ -91,7 +91,8 @@ def _register_sim(backend: Backend) -> None:
         return sim_backend(inner, backend.startup_seconds, backend.bandwidth)
 
     # Registered again on every call: one process may simulate several links in turn.
-    dist.Backend.backend_list = [name for name in dist.Backend.backend_list if name != "sim"]
+    if "sim" in dist.Backend.backend_list:
+        dist.Backend.backend_list.remove("sim")
     if hasattr(dist.Backend, "SIM"):
         del dist.Backend.SIM
     dist.Backend.register_backend("sim", create, devices=["cpu", "cuda"])

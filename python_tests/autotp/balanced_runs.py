@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import oases
 from oases.autotp.balanced import BalancedExperts
 from oases.core.blocks.sharding import cuts, holders
+from oases.core.execution.dtensors import local_of as local
 from oases.core.execution.group import group_of, scheduler_of
-from oases.distributed.fsdp import local
 from oases.moe.placement import Placement, owner_only
 
 
@@ -68,7 +68,7 @@ def whole_gradients(parallel):
     """Full gradients by name, of a model whose parameters have groups of their own."""
     known, held, found = cuts(parallel), holders(parallel), {}
     for name, parameter in parallel.named_parameters():
-        gradient = parameter.grad
+        gradient = local(parameter.grad)
         if id(parameter) in known:
             group = group_of(held[id(parameter)]._group_name)
             if group is not None:
@@ -143,7 +143,7 @@ def states_of(model):
 
 def placed_everywhere(model):
     for state in states_of(model):
-        state.place(copied_everywhere(state.number, state.groups.degree))
+        state.placing.fix(copied_everywhere(state.number, state.groups.degree))
 
 
 def in_float64(model):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from oases.core.blocks.sharding import cuts
+from oases.core.execution.dtensors import local_of
 
 CLOSE = 1e-12
 """Relative differences of models in double precision."""
@@ -19,7 +21,7 @@ there."""
 
 def whole(part, cut):
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
+    dist.all_gather_object(parts, local_of(part))
     return cut.join(parts)
 
 
@@ -34,7 +36,7 @@ def gradients_apart(model, parallel):
             assert mine.grad is None or not mine.grad.any(), name
             continue
         assert mine.grad is not None, f"{name} has no gradient"
-        gradient = whole(mine.grad, known[id(mine)]) if id(mine) in known else mine.grad
+        gradient = whole(mine.grad, known[id(mine)]) if id(mine) in known else local_of(mine.grad)
         scale = torch.maximum(parameter.grad.abs().max(), FLOOR * largest)
         worst = max(worst, (float((gradient - parameter.grad).abs().max() / scale), name))
     assert not theirs, theirs
@@ -45,6 +47,9 @@ def said(function):
     """The error that a function raises, in one line."""
     try:
         function()
+    except CheckpointException as error:  # of torch.distributed.checkpoint, with the errors of ranks
+        ((found, _), *_) = error.failures.values()
+        return f"{type(found).__name__}: {found}".replace("\n", " ")
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace("\n", " ")
     return "nothing was raised"

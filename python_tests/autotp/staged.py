@@ -6,8 +6,8 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.core.execution.dtensors import local_of as local
 from oases.core.execution.failure import check
-from oases.distributed.fsdp import local
 
 DIMENSIONS = ("pp", "dp", "tp")
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}

@@ -42,15 +42,11 @@ def fill(model, part):
             parameter.detach().copy_(0.1 * (whole if cut is None else cut.take(whole, dist.get_rank(), 2)))
 
 
-def check(targets, folder, after=False):
+def check(targets, folder):
     import peft
 
     plain, data = adapted(targets), batch("llama")
-    parallel = oases.parallelize(build("llama") if after else adapted(targets))
-    if after:
-        parallel(**data).loss.backward()  # as many things may have happened before
-        parallel.zero_grad()
-        parallel = adapted(targets, parallel)
+    parallel = oases.parallelize(adapted(targets))
     (layers,) = parallel.oases_partition.layers
     assert layers.runs == ACROSS, layers
     expected, got = plain(**data).loss, parallel(**data).loss
@@ -71,18 +67,9 @@ def check(targets, folder, after=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("targets", "after"),
-    [
-        pytest.param(
-            targets, after, marks=() if after == (targets == "all") else pytest.mark.slow, id=f"{targets}-{when}"
-        )
-        for targets in TARGETS
-        for after, when in ((False, "before parallelize"), (True, "after it"))
-    ],
-)
-def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, after, tmp_path):
-    two_ranks.run(check, targets, str(tmp_path / "adapter"), after)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, tmp_path):
+    two_ranks.run(check, targets, str(tmp_path / "adapter"))
 
 
 def two_adapters(model=None):
@@ -122,11 +109,10 @@ def merged(model):
 STATES = (disabled, replaced, rescaled, merged)
 
 
-def check_states(state, after, options):
+def check_states(state, options):
     """Loss and gradients in a state of the adapters, and the loss once more as before, where peft goes back to it."""
     plain, data = two_adapters(), batch("llama")
-    parallel = two_adapters(oases.parallelize(build("llama"), **options)) if after else two_adapters()
-    parallel = parallel if after else oases.parallelize(parallel, **options)
+    parallel = oases.parallelize(two_adapters(), **options)
     with torch.no_grad():
         before = parallel(**data).loss
     found = []
@@ -146,9 +132,8 @@ def check_states(state, after, options):
 
 
 WAYS = {
-    "across layers": (False, {}),
-    "inside layers": (False, {"schedule": "layers"}),
-    "added after parallelize": (True, {}),
+    "across layers": {},
+    "inside layers": {"schedule": "layers"},
 }
 
 
@@ -162,7 +147,7 @@ WAYS = {
     ],
 )
 def test_adapters_are_off_replaced_scaled_and_merged(two_ranks, state, way):
-    two_ranks.run(check_states, state, *WAYS[way])
+    two_ranks.run(check_states, state, WAYS[way])
 
 
 def off_while_merged():
@@ -190,46 +175,21 @@ def test_dropout_of_adapters_does_not_depend_on_the_degree(two_ranks):
     assert two_ranks.run(dropped, False) == [pytest.approx(two_ranks.run(dropped, True)[0], rel=1e-5)] * 2
 
 
-def check_fused():
-    """Queries, keys and values in one matrix, whose shards peft would take for the whole."""
+def refused(part):
+    """Error of a model whose layers, or head, got an adapter after it was parallelized."""
     import peft
 
-    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
-    plain, parallel, data = build("gpt2").double(), oases.parallelize(build("gpt2").double()), batch("gpt2")
-    for model in (plain, parallel):
-        torch.manual_seed(2)
-        peft.get_peft_model(model, config)
-        model(**data).loss.backward()
-    assert [each.runs for each in parallel.oases_partition.layers] == [ACROSS]
-    worst, name = gradients_apart(plain, parallel)
-    assert worst < 1e-6, (worst, name)  # the loss is in single precision
+    def called():
+        model = oases.parallelize(build("llama"))
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=[part]))(**batch("llama"))
 
-
-@pytest.mark.slow
-def test_adapters_of_fused_linears_after_parallelize(two_ranks):
-    two_ranks.run(check_fused)
-
-
-def refused(seeds, options):
-    """Error of an adapter that is added to a parallelized model."""
-    import peft
-
-    model = oases.parallelize(build("llama"))
-    torch.manual_seed(dist.get_rank() if seeds else 0)
-    return said(lambda: peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"]} | options)))
-
-
-REFUSED = {
-    "DoRA": ({"use_dora": True}, r"by LoraConfig\(use_dora=True\), .*whole weights; add adapters before"),
-    "the head": ({"target_modules": ["lm_head"]}, "lm_head, which holds rows of the vocabulary; add adapters before"),
-    "other values on each rank": ({}, "is not the same on all ranks: .*lora_A.* torch.manual_seed"),
-}
+    return said(called)
 
 
 @pytest.mark.long
-@pytest.mark.few(1)
-@pytest.mark.parametrize("what", REFUSED)
-def test_adapters_that_are_refused_after_parallelize(two_ranks, what):
-    options, expected = REFUSED[what]
-    for text in two_ranks.run(refused, not options, options):
-        assert re.search(expected, text), text
+@pytest.mark.parametrize("part", ["q_proj", "lm_head"])
+def test_adapters_after_parallelize_are_refused(two_ranks, part):
+    for text in two_ranks.run(refused, part):
+        assert re.search(
+            r"came after parallelize\(\).*get_peft_model\(model, config\), then oases\.parallelize", text
+        ), text

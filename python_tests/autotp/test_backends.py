@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import oases
-from oases.autotp import backends
-from oases.autotp.backends import with_backend
+from oases.autotp import checking
+from oases.autotp.checking import with_backend
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
 from oases.testbed.backend import Backend
@@ -70,11 +70,11 @@ def chosen() -> list[Any]:
     """Whether `auto` leaves a group as it is that is faster, and its choice where sums there take long."""
     own = dist.new_group([0, 1], use_local_synchronization=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_seconds", lambda groups, device: [0.001, 0.002])
-        same, said = backends.with_backend(own, "auto")
+        patch.setattr(checking, "_seconds", lambda groups, device: [0.001, 0.002])
+        same, said = with_backend(own, "auto")
     Backend.parse("sim:alpha=200ms,bandwidth=10GB/s").activate()
     slow = dist.new_group([0, 1], backend="sim", use_local_synchronization=True)
-    other, found = backends.with_backend(slow, "auto")
+    other, found = with_backend(slow, "auto")
     return [same is own, said, dist.get_backend(other), found]
 
 
@@ -95,8 +95,8 @@ def chosen_over_replicas() -> bool:
     mesh = DeviceMesh.from_group(groups, "cpu", mesh=torch.tensor([[0], [1]]), mesh_dim_names=("dp", "tp"))
     found = [[0.003, 0.002], [0.001, 0.002]][dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_seconds", lambda groups, device: found)
-        made, _ = backends.with_backend(mesh, "auto")
+        patch.setattr(checking, "_seconds", lambda groups, device: found)
+        made, _ = with_backend(mesh, "auto")
     return made is mesh
 
 
@@ -110,8 +110,8 @@ def refused_staged() -> tuple[bool, list[str]]:
         raise UsageError("staged joins as many ranks of each node")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_again", fails)
-        same, said = backends.with_backend(None, "auto")
+        patch.setattr(checking, "_again", fails)
+        same, said = with_backend(None, "auto")
     return same is None, said
 
 
@@ -139,7 +139,7 @@ def losses(backend: str) -> tuple[str, list[torch.Tensor]]:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     used = dist.get_backend(model.oases_mesh.get_group("tp"))
-    return used, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    return used, [loss.detach(), *(parameter.grad.to_local() for parameter in model.parameters())]
 
 
 @pytest.mark.slow

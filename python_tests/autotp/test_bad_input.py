@@ -11,7 +11,7 @@ from autotp.staged import mesh_of, shares, sizes
 from autotp.zoo import batch, build
 
 import oases
-from oases.autotp import preconditions
+from oases.autotp import checking
 from oases.distributed.mesh import Mesh
 from oases.planner import model_of
 from oases.plans.plan import Plan, Segment, Stage
@@ -134,7 +134,7 @@ def test_a_nccl_group_of_normal_priority_is_warned_of(monkeypatch, backend, rank
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        preconditions.warn_of_slow_collectives(group)
+        checking.warn_of_slow_collectives(group)
     assert ["oases.nccl_options()" in str(each.message) for each in caught] == [True] * told
 
 

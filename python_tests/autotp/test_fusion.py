@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import oases
-from oases.autotp.fusion import fuse
+from oases.autotp.lowering import fuse
 from oases.autotp.rewrites import drop_asserts
 from oases.layers.fused_norm import FUSED_ON
 

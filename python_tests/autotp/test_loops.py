@@ -19,9 +19,8 @@ from autotp.plain_models import (
 from torch import nn
 
 import oases
-from oases.autotp import signatures
+from oases.autotp import as_run, signatures
 from oases.autotp.export import UnsplittableError, export, twin_of, without_data
-from oases.graph.trace import as_run
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -84,7 +84,7 @@ def dropped(options, keys):
         model.zero_grad()
         result = model(tokens())
         result.pow(2).sum().backward()
-        whole = [p.grad for p in model.parameters() if id(p) not in known]
+        whole = [p.grad.to_local() for p in model.parameters() if id(p) not in known]
         found.append([result.detach(), *whole])
     return found
 
@@ -128,7 +128,7 @@ def over_two_dimensions():
         mine, gradient = theirs[name], parameter.grad
         if id(mine) in known:
             gradient = known[id(mine)].take(gradient, mesh.get_local_rank("tp"), 2)
-        worst = max(worst, float((mine.grad - gradient).abs().max()))
+        worst = max(worst, float((mine.grad.to_local() - gradient).abs().max()))
     return worst
 
 

@@ -9,8 +9,8 @@ from autotp.zoo_runs import one_step
 
 import oases
 import oases.errors
+from oases.plans.gpt import gpt
 from oases.plans.plan import Experts, Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.profile.memory import measure_memory
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -97,7 +97,7 @@ def test_a_models_own_way_to_save_writes_the_whole_model(two_ranks, tmp_path):
 
 
 def as_planned(layers):
-    shape = ModelShape(hidden=32, layers=layers, heads=4, sequence=10, vocabulary=90)
+    shape = gpt(hidden=32, layers=layers, heads=4, sequence=10, vocabulary=90)
     segment = Segment(2 * layers, 2, "cross_pass", 2, 1)
     plan = Plan(shape, 2, 2, 4, 1, (Stage((segment,)),))
     model = oases.parallelize(build("llama"), plan=plan)
@@ -123,7 +123,7 @@ def test_a_plan_says_schedule_and_recomputation(two_ranks):
     ],
 )
 def test_what_a_plan_says_and_nobody_would_do_is_refused(changes, told):
-    values = {"model": ModelShape(hidden=32, layers=2, heads=4, sequence=10, vocabulary=90), "world": 2} | changes
+    values = {"model": gpt(hidden=32, layers=2, heads=4, sequence=10, vocabulary=90), "world": 2} | changes
     degrees, blocks = values.pop("degrees", (2, 2)), values.pop("blocks", (2, 2))
     segments = tuple(Segment(many, tp, "sync", 1) for many, tp in zip(blocks, degrees, strict=True))
     plan = Plan(**{"ranks_per_node": 2, "global_batch": 8, "micro_batches": 1, **values}, stages=(Stage(segments),))

@@ -8,7 +8,7 @@ from autotp.plain_models import WIDTH, Block, Plain, beside_itself
 from torch import nn
 
 from oases.autotp.export import export, twin_of, varying_shapes, without_data
-from oases.autotp.samples import relation_of_samples
+from oases.autotp.tokens import relation_of_samples
 
 RELATED = {
     "largest of all": lambda x: x / x.abs().max(),

@@ -8,7 +8,8 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.distributed.fsdp import local, rows_of
+from oases.core.execution.dtensors import local_of as local
+from oases.distributed.fsdp import rows_of
 
 STEPS = 3
 
@@ -90,7 +91,7 @@ def gradients(folder):
     first, second = (model(**each).loss for each in mine)
     (first + second).backward()
     for name, parameter in model.named_parameters():
-        begin, end = rows_of(parameter)
+        begin, end = rows_of(parameter, len(parameter))
         wanted = plain.get_parameter(name).grad[begin:end]
         torch.testing.assert_close(local(parameter.grad), wanted, rtol=1e-5, atol=1e-8, msg=name)
     optimizer = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3)

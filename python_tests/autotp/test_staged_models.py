@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-from oases.graph.trace import trace_layers
+from oases.autotp.costs import trace_layers
 from oases.planner import Space, rank_plans
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.testing import RankPool
 
@@ -145,7 +145,7 @@ def test_a_loss_may_read_hidden_states_of_other_stages(two_ranks):
 
 def planned(pipeline, *stages, along=False):
     """A plan for four ranks; segments as (layers, schedule, recomputed layers)."""
-    shape = ModelShape(hidden=32, layers=sum(each[0] for stage in stages for each in stage), heads=4, sequence=10,
+    shape = gpt(hidden=32, layers=sum(each[0] for stage in stages for each in stage), heads=4, sequence=10,
                        vocabulary=90)  # fmt: skip
     made = tuple(
         Stage(tuple(Segment(2 * layers, 2, name, 2, again, along) for layers, name, again in stage))
@@ -347,24 +347,29 @@ def misused():
     texts = {name: said(call) for name, call in calls.items()}
     loss = float(model.train_step(**shares(data, (2, 1, 1), model)))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    texts["clip"] = said(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    texts["norm"] = said(lambda: torch.nn.utils.get_total_norm(gradients))
+    texts["order"] = said(lambda: torch.nn.utils.get_total_norm(gradients, 1.0))
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     texts["other norm"] = said(lambda: torch.nn.utils.get_total_norm([torch.ones(2)]))
     model.oases_pipeline.close()
-    return texts, loss
+    return texts, loss, norm
 
 
 @pytest.mark.slow
 def test_wrong_calls_are_errors_with_the_remedy_on_all_ranks_and_the_model_goes_on(two_ranks):
-    expected = float(build("llama", **sizes("llama", 4))(**batch("llama")).loss.detach())
-    for texts, loss in two_ranks.run(misused):
+    model = build("llama", **sizes("llama", 4))
+    expected = model(**batch("llama")).loss
+    expected.backward()
+    expected, whole = (
+        float(expected.detach()),
+        float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])),
+    )
+    for texts, loss, norm in two_ranks.run(misused):
         assert "call model.train_step(**batch) on all ranks" in texts["direct"]
         assert "3 samples do not divide into 2 micro-batches" in texts["samples"]
         assert "pass it the arguments of the model's forward" in texts["no tensor"]
         assert "no loss of one number in it; pass labels" in texts["no loss"]
         assert "micro-batches have no label but -100" in texts["no label"]
-        for call in ("clip", "norm"):
-            assert "of LlamaForCausalLM, of which this rank has one stage" in texts[call]
-            assert "oases.clip_grad_norm(model, max_norm)" in texts[call]
+        assert "with norm_type=1.0; give norm_type=2.0" in texts["order"]
         assert texts["other norm"] == "nothing was raised"
+        assert norm == pytest.approx(whole, rel=1e-5)
         assert loss == pytest.approx(expected, rel=1e-6)

@@ -9,9 +9,9 @@ import torch
 from autotp.comparison import said
 
 from oases.autotp import parallelize
+from oases.autotp.configuration import configured_model
+from oases.autotp.costs import trace_layers
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
-from oases.graph.trace.configuration import configured_model
 from oases.planner import Plan, Segment, Stage
 from oases.simulator.cluster import cluster_called
 from oases_bench.harness import Ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from oases import cli
 from oases.errors import UsageError
-from oases.plans.layered import LayeredModel
+from oases.plans.layered import Model
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.hardware_file import write
@@ -78,21 +78,21 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-def mixtral(folder: Path) -> tuple[OverlapBenchConfig, LayeredModel, Hardware]:
+def mixtral(folder: Path) -> tuple[OverlapBenchConfig, Model, Hardware]:
     """Two layers with balanced experts, and a profile that has their blocks."""
     path = folder / "config.json"
     path.write_text(json.dumps(MIXTRAL))
     given = replace(CONFIG, schedules="sync,oases@2", model=str(path), experts_mode="balanced")
     config = of_model(given, (), 2)
     model = config.predicted_model(2)
-    assert isinstance(model, LayeredModel)
+    assert isinstance(model, Model)
     names = {model.block_name(model.kind_of(block)) for block in range(4)}
     assert len(names) == 2
     blocks = tuple(MeasuredBlock(each, 32, model.heads, 8, "float32", 2, 4.0, TIMES) for each in names)
     return config, model, replace(HARDWARE, blocks=blocks, node=FAST, cluster=FAST)
 
 
-def run_balanced(config: OverlapBenchConfig, model: LayeredModel, hardware: Hardware) -> Any:
+def run_balanced(config: OverlapBenchConfig, model: Model, hardware: Hardware) -> Any:
     """The benchmark's result with predictions."""
     group = dist.group.WORLD
     assert group is not None

@@ -11,11 +11,11 @@ from benchmarks import sweep as sweeps
 from benchmarks.sweep import Problem, faster, main, sweep
 from oases.planner import choose
 from oases.planner.space import Space
-from oases.plans.shape import ModelShape
+from oases.plans.gpt import gpt
 from oases.simulator.cluster import cluster_called
 from oases.simulator.links import Sample
 
-MODEL = ModelShape(hidden=256, layers=2, heads=4, sequence=128, vocabulary=512)
+MODEL = gpt(hidden=256, layers=2, heads=4, sequence=128, vocabulary=512)
 SMALL = Space(schedules=("oases",), sub_batches=(2,), micro_batches=(1,), zero=(False,))
 
 

@@ -10,8 +10,8 @@ from oases.core.execution.group import scheduler_of
 from oases.core.schedule import generate, sequence_parallel
 from oases.distributed.mesh import Mesh
 from oases.models.gpt import GPT, GPTConfig
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "vocabulary": 32}
 BLOCKS = 4
@@ -104,7 +104,7 @@ def test_after_a_failure_nothing_stays_whole():
 def sharded_gpt(micro_batches):
     segment = Segment(2 * SIZES["layers"], 1, "oases", 2, 1)
     plan = Plan(
-        model=ModelShape(**SIZES), world=2, ranks_per_node=2, global_batch=12, micro_batches=micro_batches,
+        model=gpt(**SIZES), world=2, ranks_per_node=2, global_batch=12, micro_batches=micro_batches,
         stages=(Stage((segment,)),), fsdp=True,
     )  # fmt: skip
     mesh = Mesh.of(plan)

@@ -204,7 +204,9 @@ def with_an_embedding_under_ddp():
 
 
 def under_fsdp2_over_tensor_parallel_ranks():
-    fully_shard(started())
+    stack = started()
+    fully_shard(stack)
+    torch.optim.SGD(stack.parameters()).step()
 
 
 def under_fsdp1_over_tensor_parallel_ranks():

@@ -9,12 +9,12 @@ import pytest
 from oases.core.schedule import PIPELINES
 from oases.planner import NoPlanError, Predictor, Space, rank_plans
 from oases.planner.balance import StageLoad, balanced, part_blocks
-from oases.planner.block_chain import StackTimings
 from oases.planner.choose import neighbours
 from oases.planner.search import SettingSearch
 from oases.planner.space import BEST_PIPELINES, Setting, settings
+from oases.planner.timings import StackTimings
 from oases.plans.balance import balanced_starts
-from oases.plans.shape import ModelShape
+from oases.plans.gpt import gpt
 from oases.simulator.cluster import cluster_called
 
 
@@ -86,7 +86,7 @@ def test_the_middle_has_more_where_it_makes_no_difference():
     assert balanced(7, [float] * 3) == [2, 3, 2]
 
 
-MODEL = ModelShape(hidden=256, layers=14, heads=4, sequence=128, vocabulary=16384)
+MODEL = gpt(hidden=256, layers=14, heads=4, sequence=128, vocabulary=16384)
 HARDWARE, WORLD = cluster_called("4x3090")
 
 
@@ -118,7 +118,7 @@ def test_the_stage_of_the_head_has_fewer_layers_and_no_cut_is_much_faster(pipeli
 
 
 def test_a_head_that_takes_no_time_leaves_even_stages():
-    search = search_of(model=ModelShape(hidden=256, layers=14, heads=4, sequence=128, vocabulary=4))
+    search = search_of(model=gpt(hidden=256, layers=14, heads=4, sequence=128, vocabulary=4))
     assert sorted(search.stage_blocks((1,))) == [6, 6, 8, 8]
 
 
@@ -133,7 +133,7 @@ def test_the_parts_of_an_interleaved_stage_are_whole_layers():
     assert len(plan.parts) == 8
 
 
-SMALL = ModelShape(hidden=256, layers=8, heads=4, sequence=128, vocabulary=512)
+SMALL = gpt(hidden=256, layers=8, heads=4, sequence=128, vocabulary=512)
 
 
 def test_a_search_tries_the_pipelines_that_can_win():

@@ -12,12 +12,12 @@ from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, p
 from oases.planner.choose import BORDER, seconds_of
 from oases.planner.search import SettingSearch
 from oases.planner.space import settings
-from oases.plans.shape import MODELS, ModelShape
+from oases.plans.gpt import MODELS, gpt, resized
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware import Device, Hardware, LinkModel
 from oases.simulator.program import Contention
 
-MODEL = ModelShape(hidden=1024, layers=2, heads=16, sequence=512, vocabulary=4096, name="small")
+MODEL = gpt(hidden=1024, layers=2, heads=16, sequence=512, vocabulary=4096, name="small")
 WORLD, BATCH = 4, 16
 SPACE = Space(degrees=(1, 2, 4), schedules=("oases",), sub_batches=(2,), micro_batches=(1,), zero=(False,))
 GIB = 2**30
@@ -142,7 +142,7 @@ def test_a_refusal_offers_what_was_switched_off(switched_off, remedy):
 
 def test_a_batch_that_cannot_be_cut():
     with pytest.raises(UsageError, match="cannot divide 1 samples and the model's 15 heads over 4 ranks"):
-        rank_plans(replace(MODEL, hidden=960, heads=15), hardware(), WORLD, 1)
+        rank_plans(resized(MODEL, hidden=960, heads=15), hardware(), WORLD, 1)
 
 
 def test_plan_takes_models_and_clusters_by_name(monkeypatch):
@@ -172,7 +172,7 @@ def test_what_is_chosen_from_counts_something(name):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_what_a_refusal_promises_is_enough(batch):
-    model = ModelShape(hidden=512, layers=3, heads=4, sequence=128)
+    model = gpt(hidden=512, layers=3, heads=4, sequence=128)
     with pytest.raises(NoPlanError) as refused:
         rank_plans(model, hardware(), WORLD, batch, budget=2**20)
     promised = re.search(r"or ([\d.]+) MiB per device|with: ([\d.]+) MiB per device", str(refused.value))
@@ -188,7 +188,7 @@ def test_a_profile_without_the_rate_of_a_type_is_named():
 
 @pytest.mark.slow
 def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
-    model = ModelShape(hidden=2048, layers=8, heads=16, sequence=1024, vocabulary=8192, name="of some size")
+    model = gpt(hidden=2048, layers=8, heads=16, sequence=1024, vocabulary=8192, name="of some size")
     cluster, world = cluster_called("8x3090")
     pruned = []
     exact = SettingSearch._least_fitting
@@ -212,7 +212,7 @@ def test_a_device_that_its_runtime_fills():
     with pytest.raises(
         UsageError, match=r"'small': a device of 1\.0 GiB has no memory beside the runtime's 1\.0 GiB"
     ):
-        plan(ModelShape(32, 2, 4, 16, vocabulary=256), (hardware, 2), global_batch=8)
+        plan(gpt(32, 2, 4, 16, vocabulary=256), (hardware, 2), global_batch=8)
 
 
 def test_pipelines_that_are_too_long_to_be_listed_are_not_planned():

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.core.execution.dtensors import local_of as local
 from oases.core.schedule import sequence_parallel
-from oases.distributed.fsdp import local
 from oases.distributed.gradient_averaging import _Lane
 from oases.distributed.optimizer import state_of, weight_of
 from oases.errors import UsageError
@@ -24,7 +24,7 @@ from oases.planner.memory import (
     usable_bytes,
 )
 from oases.planner.predict import Predictor
-from oases.plans.shape import KINDS, ModelShape
+from oases.plans.gpt import gpt
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
 from oases.simulator import simulate
@@ -64,12 +64,12 @@ def measured(recompute):
 
 def predicted(recompute):
     config = OverlapConfig(hidden=128, heads=4, layers=4, sequence=64, batch=4, recompute=recompute)
-    model = ModelShape(128, 4, 4, 64)
+    model = gpt(128, 4, 4, 64)
     found = {}
     for name in SCHEDULES + ALONG:
         schedule = config.resolve_schedule(name.partition(":")[0])
         schedule = sequence_parallel(schedule) if name in ALONG else schedule
-        costs = stack_costs(HARDWARE, model, KINDS * 4, 2, 4, schedule)
+        costs = stack_costs(HARDWARE, model, [*model.layer_kinds[0]] * 4, 2, 4, schedule)
         timeline = simulate(schedule, costs)
         unit = model.unit_bytes(4)
         (steps,) = lower(schedule, costs)
@@ -93,13 +93,12 @@ def test_activations_are_those_that_the_allocator_sees(two_ranks, recompute):
 def test_parameters_of_a_model_are_those_of_the_gpt():
     from oases.models.gpt import GPT, GPTConfig
 
-    gpt = GPT(GPTConfig(vocabulary=256, hidden=64, layers=3, heads=2, sequence=16))
-    shape = ModelShape(64, 3, 2, 16, vocabulary=256)
-    assert shape.num_parameters == sum(parameter.numel() for parameter in gpt.parameters())
+    made = GPT(GPTConfig(vocabulary=256, hidden=64, layers=3, heads=2, sequence=16))
+    assert gpt(64, 3, 2, 16, vocabulary=256).num_parameters == sum(each.numel() for each in made.parameters())
 
 
 def test_state_is_parameters_gradients_and_moments():
-    model = ModelShape(64, 3, 2, 16)
+    model = gpt(64, 3, 2, 16)
     weights = [torch.zeros(100, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights)
     weights[0].sum().backward()

@@ -1,19 +1,27 @@
 """Plans as files: what is written is read back; what is wrong is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from oases.errors import UsageError
+from oases.plans.gpt import gpt, resized
 from oases.plans.plan import Plan, Prediction, Segment, Stage, read_plan
-from oases.plans.shape import ModelShape
 
-MODEL = ModelShape(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
+MODEL = gpt(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
 STAGES = (
     Stage((Segment(3, 2, "oases", 2, 1), Segment(1, 4, "sync", 1))),
     Stage((Segment(4, 1, "fine_grained", 1),)),
 )
 PLAN = Plan(MODEL, 8, 4, 16, 2, STAGES, True, "gpipe", Prediction(1.5, 0.5, 0.25, (100, 200)))
+
+
+def test_a_model_agrees_with_its_sizes():
+    assert resized(MODEL, layers=6) == MODEL.with_layers(6) == gpt(64, 6, 4, 32, 256)
+    assert resized(MODEL, dtype="bfloat16") == MODEL.in_dtype("bfloat16")
+    with pytest.raises(UsageError, match="sequence is 64 and 32 in its sizes; change it by"):
+        replace(MODEL, sequence=64)
 
 
 @pytest.mark.parametrize("plan", [PLAN, Plan(MODEL, 1, 1, 1, 1, (Stage((Segment(8, 1, "sync", 1),)),))])
@@ -112,7 +120,7 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("prediction", "memory_bytes", 3), "memory_bytes must be a list"),
         (put("prediction", "memory_bytes", [1]), r"memory_bytes must be .* each of 2 stages, got \[1\]"),
         (put("prediction", "memory_bytes", [1, "x"]), r"memory_bytes\[1\] must be a whole number"),
-        (put("prediction", "step_seconds", float("nan")), "plan is not JSON: NaN is no number of JSON"),
+        (put("prediction", "step_seconds", float("nan")), "step_seconds must be finite, got nan"),
         (put("prediction", "exposed_seconds", -1), "exposed_seconds must be at least 0, got -1"),
         (put("prediction", [1]), r"prediction must be an object or null, got \[1\]"),
         (put("model", "sequence", 10**400), "sequence must be at most 16777216"),

@@ -1,22 +1,21 @@
 """Recomputation per stage: Merak's closed form, as much as fits against every choice, and its gain."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
-from oases.planner.block_chain import StackTimings
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
+from oases.planner.timings import StackTimings
+from oases.plans.gpt import gpt, resized
 from oases.plans.pipelines import chunks_of, in_flight
 from oases.plans.plan import PLANNED
-from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 
-MODEL = ModelShape(hidden=512, layers=16, heads=8, sequence=512, vocabulary=512)
+MODEL = gpt(hidden=512, layers=16, heads=8, sequence=512, vocabulary=512)
 HARDWARE, _ = cluster_called("64x3090")
 
 
@@ -132,7 +131,7 @@ def test_policies_that_are_none(text, message):
         Recomputation.parse(text)
 
 
-LONG = replace(MODEL, layers=96)
+LONG = resized(MODEL, layers=96)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import oases
-from oases.graph.trace import trace_configuration
+from oases.autotp.costs import trace_configuration
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.profile.memory import measure_memory
 from oases.simulator.cluster import cluster_called

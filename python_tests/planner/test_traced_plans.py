@@ -10,17 +10,17 @@ import torch
 from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
 from benchmarks.sweep import Problem
-from oases.autotp.preconditions import require_runnable
+from oases.autotp.costs import trace_layers
+from oases.autotp.pipeline.building import require_runnable
 from oases.core.schedule import generate
 from oases.errors import UsageError
-from oases.graph.trace import trace_layers
 from oases.planner import Predictor, Space, rank_plans
 from oases.planner.memory import sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.space import Setting
 from oases.plans.check import check
+from oases.plans.gpt import gpt
 from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan
-from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called, described, with_link
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, stack_costs
@@ -129,7 +129,7 @@ def test_layers_do_not_split_and_degrees_do_not_mix():
         Plan.from_json(text.replace('"wire": "none"', '"wire": "int4"'))
 
 
-GPT = ModelShape(1024, 4, 16, 512, 4096)
+GPT = gpt(1024, 4, 16, 512, 4096)
 
 
 def first(**options):

@@ -3,7 +3,7 @@
 import pytest
 
 from oases.planner import Plan, Predictor, Segment, Stage
-from oases.plans.shape import ModelShape
+from oases.plans.gpt import gpt
 from oases.simulator.cluster import cluster_called
 from oases.simulator.drawing import COLOURS, Section, draw_timelines, write_page
 from oases.simulator.timeline import Held, Span, Timeline
@@ -89,7 +89,7 @@ def test_long_steps_are_drawn_in_seconds_and_names_stand_once_in_the_legend():
 
 def test_a_predicted_step_can_be_drawn(tmp_path):
     hardware, world = cluster_called("4x3090")
-    model = ModelShape(hidden=64, layers=2, heads=4, sequence=32, vocabulary=256, name="<small>")
+    model = gpt(hidden=64, layers=2, heads=4, sequence=32, vocabulary=256, name="<small>")
     half = Stage((Segment(2, 2, "oases"),))
     timeline = Predictor(hardware).timeline(Plan(model, world, 4, 16, 4, (half, half)), every_op=True)
     assert timeline.who == "stage"

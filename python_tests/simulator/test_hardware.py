@@ -6,12 +6,13 @@ import pytest
 
 from oases.core.schedule import generate
 from oases.errors import UsageError
-from oases.plans.shape import KINDS, ModelShape
+from oases.plans.gpt import gpt, kind_called, resized
+from oases.plans.shape import KINDS
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge, stack_costs
 from oases.simulator.links import LinkModel
 
-MODEL = ModelShape(64, 4, 4, 32)
+MODEL = gpt(64, 4, 4, 32)
 UNIT = BlockTimes(*[1.0] * len(fields(BlockTimes)))
 DEVICE = Device("box", 1 << 30, {"float32": 1e12}, 1e11)
 
@@ -35,33 +36,33 @@ def test_links_by_degree_and_stride():
 
 def test_measured_sizes_and_between_and_beyond():
     def at(samples):
-        return HARDWARE.block_times(MODEL, "mlp", 2, samples).forward
+        return HARDWARE.block_times(MODEL, kind_called("mlp"), 2, samples).forward
 
     assert [at(s) for s in (1, 2, 3, 4)] == [2, 3, 4, 5]
     assert at(8) == 9
     assert at(0.5) == 1.5
     steep = replace(HARDWARE, blocks=(block("mlp", 1.0, 1.0), block("mlp", 2.0, 10.0)))
-    assert steep.block_times(MODEL, "mlp", 2, 0.5).forward == 0.125, "a quarter of what is proportional"
+    assert steep.block_times(MODEL, kind_called("mlp"), 2, 0.5).forward == 0.125, "a quarter of what is proportional"
     single = replace(HARDWARE, blocks=BLOCKS[:1])
-    assert single.block_times(MODEL, "attention", 2, 3).forward == 6
+    assert single.block_times(MODEL, kind_called("attention"), 2, 3).forward == 6
 
 
 def test_shapes_that_were_not_measured_are_named():
     assert HARDWARE.has_block(MODEL, 2)
     assert not HARDWARE.has_block(MODEL, 4)
     with pytest.raises(UsageError, match=r"no mlp block of hidden 64.*tp 4; it holds hidden 64.*oases profile"):
-        HARDWARE.block_times(MODEL, "mlp", 4, 1)
+        HARDWARE.block_times(MODEL, kind_called("mlp"), 4, 1)
 
 
 def test_rates_stand_in_where_nothing_was_measured():
     plain = replace(HARDWARE, blocks=())
-    big = ModelShape(4096, 2, 32, 1024)
-    whole, half = (plain.block_times(big, "mlp", tp, 4) for tp in (1, 2))
+    big = gpt(4096, 2, 32, 1024)
+    whole, half = (plain.block_times(big, kind_called("mlp"), tp, 4) for tp in (1, 2))
     assert whole.forward > 16 * 4 * 1024 * 4096**2 / 1e12
     assert 0.5 < half.forward / whole.forward < 0.6
     assert whole.recompute < whole.recompute_whole
     with pytest.raises(UsageError, match="holds no bfloat16; it holds float32"):
-        plain.block_times(replace(big, dtype="bfloat16"), "mlp", 1, 1)
+        plain.block_times(resized(big, dtype="bfloat16"), kind_called("mlp"), 1, 1)
 
 
 def overhead(sub_batches, samples, seconds):
@@ -81,7 +82,7 @@ def test_halves_of_a_quantised_sum_pack_half_as_much(packing):
     """A reduce-scatter and an all-gather quantise and read back what an all-reduce does."""
     free = LinkModel(0, 1e30)
     hardware = replace(HARDWARE, device=replace(DEVICE, packing_bytes_per_second=packing), node=free)
-    costs = stack_costs(hardware, MODEL, KINDS, 2, 2, generate("sync", 2, 1), "int8")
+    costs = stack_costs(hardware, MODEL, MODEL.layer_kinds[0], 2, 2, generate("sync", 2, 1), "int8")
     whole, *halves = (costs.collectives[name] for name in ("all_reduce", "reduce_scatter", "all_gather"))
     assert whole > 0
     assert sum(halves) == pytest.approx(whole)
@@ -91,8 +92,8 @@ def test_merged_profiles_keep_the_newer_of_what_both_have():
     newer = replace(HARDWARE, blocks=(block("mlp", 1.0, 9.0), block("mlp", 1.0, 7.0, tp=4)), date="2026-02-02")
     merged = merge(HARDWARE, newer)
     assert len(merged.blocks) == len(BLOCKS) + 1
-    assert merged.block_times(MODEL, "mlp", 2, 1).forward == 9
-    assert merged.block_times(MODEL, "attention", 2, 1).forward == 2
+    assert merged.block_times(MODEL, kind_called("mlp"), 2, 1).forward == 9
+    assert merged.block_times(MODEL, kind_called("attention"), 2, 1).forward == 2
     assert merged.date == "2026-02-02"
     with pytest.raises(UsageError, match="of device 'box', but this is 'other'"):
         merge(HARDWARE, replace(newer, device=replace(DEVICE, name="other")))

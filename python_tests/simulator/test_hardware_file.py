@@ -6,7 +6,7 @@ import os
 import pytest
 
 from oases.errors import UsageError
-from oases.plans.shape import model_called
+from oases.plans.gpt import kind_called, model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
@@ -119,7 +119,7 @@ CLUSTER = ("links", "cluster")
         ((*CLUSTER, "bytes_per_second"), 12.5, ["bytes_per_second is 12.5", "not GB/s"]),
         ((*CLUSTER, "bytes_per_second"), 0, ["must be above 0"]),
         ((*CLUSTER, "bytes_per_second"), -1e9, ["must be above 0"]),
-        ((*CLUSTER, "bytes_per_second"), float("inf"), ["Infinity is no number"]),
+        ((*CLUSTER, "bytes_per_second"), float("inf"), ["links: cluster: bytes_per_second must be finite, got inf"]),
         ((*CLUSTER, "bytes_per_second"), 10**400, ["must be finite"]),
         ((*CLUSTER, "startup_seconds"), -1e-6, ["startup_seconds must be at least 0"]),
         ((*CLUSTER, "contention"), {"compute_slowdown": 0.9}, ["at least 1", "0.9"]),
@@ -133,7 +133,7 @@ CLUSTER = ("links", "cluster")
         ((*BLOCK, "forward_seconds"), 4000, ["forward_seconds is 4000", "seconds, not milliseconds"]),
         ((*BLOCK, "forward_seconds"), 0, ["must be above 0"]),
         ((*BLOCK, "forward_seconds"), -0.1, ["must be above 0"]),
-        ((*BLOCK, "forward_seconds"), float("nan"), ["NaN is no number"]),
+        ((*BLOCK, "forward_seconds"), float("nan"), ["forward_seconds must be finite, got nan"]),
         ((*BLOCK, "forward_seconds"), True, ["got True"]),
         ((*BLOCK, "forward_seconds"), None, ["got None"]),
         ((*BLOCK, "forward_ms"), 3, ["unknown field 'forward_ms'", "'forward_seconds'", "in seconds"]),
@@ -189,7 +189,7 @@ def test_every_shipped_profile_can_be_read(name):
     assert world == 16
     assert "data sheets, not measured" in hardware.about
     model = model_called("gpt-1.3b")
-    times = hardware.block_times(model, "mlp", 2, 1)
+    times = hardware.block_times(model, kind_called("mlp"), 2, 1)
     assert 1e-4 < times.forward < 1
     assert hardware.cluster.bytes_per_second <= hardware.node.bytes_per_second
 

@@ -3,13 +3,13 @@
 import pytest
 
 from oases.planner import Plan, Predictor, Segment, Stage
+from oases.plans.gpt import gpt
 from oases.plans.pipelines import chunks_of
-from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run
 from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait, replicated
 
-MODEL = ModelShape(hidden=256, layers=4, heads=4, sequence=128, vocabulary=512)
+MODEL = gpt(hidden=256, layers=4, heads=4, sequence=128, vocabulary=512)
 HARDWARE, _ = cluster_called("64x3090")
 
 

@@ -20,14 +20,14 @@ from covering import covering
 
 from oases import TrainConfig, Trainer
 from oases.core.schedule import GENERATORS, PIPELINES, WHOLE
+from oases.plans.gpt import gpt
 from oases.plans.pipelines import chunks_of
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.testing import RankPool
 from oases_train.config import config_for
 from oases_train.plan import Run
 
-MODEL = ModelShape(hidden=32, layers=4, heads=4, sequence=32, vocabulary=256)
+MODEL = gpt(hidden=32, layers=4, heads=4, sequence=32, vocabulary=256)
 BATCH = 16
 FACTORS = {
     "pipeline": tuple(PIPELINES),

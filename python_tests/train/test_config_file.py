@@ -13,6 +13,7 @@ from oases import TrainConfig
 from oases.cli import main
 from oases.errors import UsageError
 from oases.models.options import Degrees
+from oases.moved import REMOVED
 from oases_train.config_file import config_text, read_values
 from oases_train.plan import Run
 
@@ -32,10 +33,11 @@ def refused(tmp_path, text, message, name="run.yaml"):
 
 def test_a_configuration_is_read_back_as_it_was_written(tmp_path):
     made = TrainConfig(
-        hidden=96, heads=3, batch=24, sub_batches=3, learning_rate=1e-5, data="a folder: of #text", bad_loss="off",
-        degrees={"data": 2, "pipeline": 2, "tensor": 2}, micro_batches=4, zero=True, precision="bfloat16",
+        hidden=96, heads=3, batch=24, schedule="oases@3", learning_rate=1e-5, data="a folder: of #text",
+        bad_loss="off", degrees={"data": 2, "pipeline": 2, "tensor": 2}, micro_batches=4, zero=True,
+        precision="bfloat16",
     )  # fmt: skip
-    for config in (TrainConfig(), made, dataclasses.replace(made, heads=1, sub_batches=0)):
+    for config in (TrainConfig(), made, dataclasses.replace(made, heads=1)):
         assert TrainConfig.from_yaml(file_of(tmp_path, config.to_yaml())) == config
 
 
@@ -55,10 +57,10 @@ def test_every_field_is_written_with_its_default_and_its_help(capsys):
 
 
 def test_values_are_those_of_yaml_1_2(tmp_path):
-    text = "learning_rate: 3e-4\nclip: 2\nspike: 1.5e+1\nbad_loss: off\ndata: no\nzero: true\nresume: ~\n"
+    text = "learning_rate: 3e-4\nclip: 1.5e+1\nkeep: 2\nbad_loss: off\ndata: no\nzero: true\nresume: ~\n"
     values = read_values(file_of(tmp_path, text), TrainConfig)
     assert values == {
-        "learning_rate": 3e-4, "clip": 2, "spike": 15.0, "bad_loss": "off", "data": "no", "zero": True,
+        "learning_rate": 3e-4, "clip": 15.0, "keep": 2, "bad_loss": "off", "data": "no", "zero": True,
         "resume": None,
     }  # fmt: skip
     assert read_values(file_of(tmp_path, "# nothing\n"), TrainConfig) == {}
@@ -89,6 +91,19 @@ def test_mistakes_in_yaml_are_named_with_their_line(tmp_path):
         TrainConfig(hidden="64")
 
 
+def test_options_of_before_are_refused_by_name_with_what_to_do_instead(tmp_path, capsys):
+    fields = {item.name for item in FIELDS}
+    for name, instead in REMOVED.items():
+        assert name not in fields
+        with pytest.raises(SystemExit) as caught:
+            main(["train", f"--{name.replace('_', '-')}", "1"])
+        assert caught.value.code == 2
+        assert f"--{name.replace('_', '-')} is no option any more: {instead}" in capsys.readouterr().err
+        refused(tmp_path, f"steps: 2\n{name}: 1\n", f"line 2: {name} is no option any more: {re.escape(instead)}")
+    text = "from oases import TrainConfig\n\nconfig = TrainConfig(spike=2.0)\n"
+    refused(tmp_path, text, r"run.py', line 3: spike is no option any more: --bad-loss skip", "run.py")
+
+
 def test_a_python_file_defines_the_configuration(tmp_path):
     text = "from oases import TrainConfig\n\nconfig = TrainConfig(hidden=96, {}=3)\n"
     path = file_of(tmp_path, text.format("steps"), "run.py")
@@ -113,8 +128,7 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
         planned(degrees={"tensor": 8}, micro_batches=1, batch=8, schedule="oases").text()
         == "8 blocks tp 8 x dp 1 (oases@4); 1 micro-batch"
     )
-    for values, name in (({"sub_batches": 2, "schedule": "auto"}, "auto@2"), ({"schedule": "auto"}, "auto")):
-        assert planned(**values).stages[0].segments[0].name == name
+    assert planned(schedule="auto").stages[0].segments[0].name == "auto"
     assert planned(degrees={"data": 2}, schedule="sync@2").stages[0].segments[0].tp == 4
     for values, message in (
         ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start that many"),
@@ -128,7 +142,7 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
             {"batch": 10},
             "a batch of 10 does not divide into 2 micro-batches for each of 2 replicas; give a multiple of 4",
         ),
-        ({"batch": 4, "sub_batches": 2}, "cannot be split into 2 sub-batches; raise --batch to 8"),
+        ({"batch": 4, "schedule": "oases@2"}, "cannot be split into 2 sub-batches"),
         ({"heads": 1}, "heads 1 does not divide by --tp 2"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):

@@ -68,7 +68,7 @@ def test_a_restart_with_fewer_ranks_says_so(capsys):
     ("options", "ranks", "message"),
     [
         ("--dp 2:1", None, "argument --dp/--data-parallel: must be a degree from 1 to 4096, or two as MIN:MAX"),
-        ("--dp 0", None, "--dp must be at least 1, got 0"),
+        ("--dp 0", None, "must be a degree from 1 to 4096, or two as MIN:MAX, e.g. 1:2, got '0'"),
         ("--dp 0:2", None, "must be a degree from 1 to 4096"),
         ("--dp 1:x", None, "must be a degree from 1 to 4096"),
         ("--dp 1:99999", None, "must be a degree from 1 to 4096"),

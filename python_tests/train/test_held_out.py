@@ -7,9 +7,7 @@ import pytest
 
 from oases import TrainConfig, Trainer
 
-CONFIG = TrainConfig(
-    hidden=16, layers=2, heads=2, sequence=16, batch=8, steps=5, warmup=1, validation_batches=2, sub_batches=2
-)
+CONFIG = TrainConfig(hidden=16, layers=2, heads=2, sequence=16, batch=8, steps=5, warmup=1, validation_batches=2)
 
 
 def run(corpus, **changes):

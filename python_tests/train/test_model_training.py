@@ -137,7 +137,7 @@ def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees, chan
     mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | mixture | {"tie_word_embeddings": False}))
     expected = trained(str(tmp_path), (1, 1, 1), {"data": corpus})
-    run = {"data": corpus, "experts_mode": "balanced", "expert_parallel": 2, "placement": "eplb", **changes}
+    run = {"data": corpus, "placement": "eplb", **changes}
     for found in two_ranks.run(trained, str(tmp_path), degrees, run):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -145,14 +145,18 @@ def test_balanced_experts_train_alike(two_ranks, tmp_path, corpus, degrees, chan
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"expert_parallel": 2}, "expert_parallel 2 needs --experts-mode balanced"),
-        ({"model": None, "experts_mode": "balanced"}, "is for a model's own experts; give --model"),
-        ({"placement": "eplb"}, "placement 'eplb' needs a mixture of experts"),
+        ({"top_k": 1}, "top_k 1 needs a mixture of experts; give --experts N, too"),
+        ({"model": None, "placement": "eplb"}, "placement 'eplb' needs a mixture of experts"),
     ],
 )
-def test_options_of_balanced_experts_need_them(llama, changes, why):
+def test_options_of_experts_need_them(llama, changes, why):
     with pytest.raises(UsageError, match=why):
         config_of(**{"model": llama, **changes})
+
+
+def test_a_placement_sends_tokens_to_the_experts_of_a_model(llama):
+    assert config_of(llama).model_experts == {}
+    assert config_of(llama, placement="none").model_experts == {"experts": "balanced", "placement": "none"}
 
 
 @pytest.mark.slow
@@ -226,7 +230,7 @@ def test_instructions_are_drawn_by_step_and_divided(tuning):
     assert not torch.equal(first["input_ids"], other["input_ids"])
     texts = [bytes(row.tolist()).decode() for row in held_out["input_ids"]]
     assert all(text.startswith(("1+1=2", "21+21=42")) for text in texts)
-    assert tuning in data.described()
+    assert tuning in data.description
 
 
 class Letters:
@@ -373,4 +377,4 @@ def test_degrees_make_a_plan_of_the_traced_layers(llama):
         Run.of(config_of(llama, degrees=Degrees(1, 3, 1), micro_batches=4), 3)
     again = Run(config_of(llama, degrees=Degrees(1, 2, 2)), run.plan)
     with pytest.raises(UsageError, match="is not the built-in GPT; give the model's configuration as --model"):
-        Run(TrainConfig(hidden=32, layers=2, heads=4, sequence=SEQUENCE, batch=BATCH, vocabulary=256), again.plan)
+        Run(TrainConfig(hidden=32, layers=2, heads=4, sequence=SEQUENCE, batch=BATCH), again.plan)

@@ -1,6 +1,5 @@
 """Every two ways of training in parallel against one process; what cannot be together; the covering array."""
 
-import dataclasses
 import itertools
 
 import pairs
@@ -9,8 +8,9 @@ from covering import covering, every_pair, pairs_in
 from plan_runs import MODEL, check_curve, config_values, curve, even, plan_of
 
 from oases import TrainConfig, Trainer
-from oases.distributed.fsdp import local
+from oases.core.execution.dtensors import local_of as local
 from oases.errors import UsageError
+from oases.plans.gpt import resized
 from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
 from oases_train.config import config_for
@@ -169,7 +169,7 @@ def test_what_cannot_be_combined_is_refused_by_name(corpus):
         "does not divide over tp 1; leave out sequence_parallel",
         lambda: plan_of(1, (4, 1, "oases", 2, 0, True)),
     )
-    odd = dataclasses.replace(MODEL, sequence=7)
+    odd = resized(MODEL, sequence=7)
     refused("sequence 7 does not divide over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd))
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")

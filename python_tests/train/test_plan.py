@@ -1,6 +1,5 @@
 """Plans executed on real ranks against one process on the whole batch; bad plans refused before any rank starts."""
 
-import dataclasses
 import json
 import pickle
 import sys
@@ -12,6 +11,7 @@ from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.distributed.optimizer import state_of
 from oases.errors import UsageError
+from oases.plans.gpt import resized
 from oases.plans.plan import Plan
 from oases_train import plan as plans
 from oases_train.config import config_for
@@ -115,7 +115,6 @@ def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, plain_run, tmp_
         ({"sequence": 16}, "sequence is 8 there and 16 here"),
         ({"batch": 8}, "batch is 16 there and 8 here"),
         ({"schedule": "sync"}, "leave out --schedule"),
-        ({"sub_batches": 2}, "leave out --sub-batches"),
     ],
 )
 def test_what_the_plan_says_otherwise_is_named(given, message):
@@ -154,16 +153,16 @@ def refused(plan, message, error=UsageError):
 
 
 def test_plans_that_cannot_be_executed_are_refused():
-    twelve = dataclasses.replace(MODEL, hidden=48, heads=12, vocabulary=264)
+    twelve = resized(MODEL, hidden=48, heads=12, vocabulary=264)
     nested = plan_of(12, (2, 2), (2, 3), model=twelve, global_batch=48)
     refused(nested, "tp 2 and tp 3 do not nest")
     with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 2 layers"):
         plan_of(4, (4, 2, "oases", 2, 5))
-    half = plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16"))
+    half = plan_of(4, (4, 2), model=resized(MODEL, dtype="bfloat16"))
     assert config_for(half, {}).precision == "bfloat16"
     with pytest.raises(UsageError, match="computes in bfloat16, training here in float32; leave out --precision"):
         config_for(half, {"precision": "float32"})
-    refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, vocabulary=128)), "vocabulary of 128 is too small")
+    refused(plan_of(4, (4, 2), model=resized(MODEL, vocabulary=128)), "vocabulary of 128 is too small")
     with pytest.raises(UsageError, match="for 4 ranks, the run has 1"):
         Trainer(config_for(plan_of(4, (4, 2)), {}), plan=plan_of(4, (4, 2)))
 

@@ -8,10 +8,10 @@ from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
-from oases.distributed.fsdp import local
+from oases.core.execution.dtensors import local_of as local
 from oases.distributed.optimizer import state_of, weight_of
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases_train.config import config_for
@@ -30,7 +30,7 @@ PLANS = {
 
 
 def trainer_of(corpus, **changes):
-    return Trainer(dataclasses.replace(CONFIG, data=corpus, **({"sub_batches": 0} | changes)))
+    return Trainer(dataclasses.replace(CONFIG, data=corpus, **changes))
 
 
 def close(trainer):
@@ -68,7 +68,7 @@ def test_losses_are_near_those_of_float32(two_ranks, corpus, alone, name):
 
 
 def test_masters_move_where_bfloat16_would_stand_still(corpus):
-    trainer = trainer_of(corpus, learning_rate=1e-7, weight_decay=0.0)
+    trainer = trainer_of(corpus, learning_rate=1e-7)
     weight = trainer.model.stack.blocks[0].qkv.weight
     before, master = weight.detach().clone(), weight_of(trainer.optimizer, weight)
     first = master.detach().clone()
@@ -83,7 +83,7 @@ def test_masters_move_where_bfloat16_would_stand_still(corpus):
 
 
 def test_gradients_are_summed_in_float32(corpus):
-    trainer = trainer_of(corpus, schedule="oases", micro_batches=2, sub_batches=4)
+    trainer = trainer_of(corpus, schedule="oases@4", micro_batches=2)
     trainer.backward(0)
     for name, parameter in trainer.model.named_parameters():
         assert parameter.grad.dtype == torch.float32, name
@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_the_masters(corpus, tmp_path):
 
 # --- a plan that the search found ---
 
-SHAPE = ModelShape(32, 2, 4, 16, vocabulary=256, dtype="bfloat16")
+SHAPE = gpt(32, 2, 4, 16, vocabulary=256, dtype="bfloat16")
 LINK = LinkModel(1e-4, 1e8)
 
 
@@ -175,10 +175,7 @@ def test_master_weights_take_the_steps_of_a_float32_run():
     torch.manual_seed(0)
     models = {precision: nn.Linear(8, 8) for precision in ("float32", "bfloat16")}
     models["bfloat16"].load_state_dict(models["float32"].state_dict())
-    optimizers = {
-        precision: adamw(model, precision, learning_rate=1e-5, weight_decay=0.1)
-        for precision, model in models.items()
-    }
+    optimizers = {precision: adamw(model, precision, learning_rate=1e-5) for precision, model in models.items()}
     for _ in range(4):
         for parameters in zip(*(model.parameters() for model in models.values()), strict=True):
             gradient = torch.randn(parameters[0].shape)

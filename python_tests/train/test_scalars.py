@@ -8,11 +8,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
-from oases_train.logs import Scalars
+from oases_train.logs import Scalars, scalars_of
 
 VALUES = {
     "hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "batch": 16, "warmup": 1, "validation_batches": 1,
-    "peak_flops": 1e9,
 }  # fmt: skip
 
 
@@ -73,9 +72,15 @@ def test_a_run_that_goes_on_has_each_step_once(corpus, tmp_path):
 def test_what_was_written_before_a_checkpoint_is_not_lost(tmp_path):
     scalars = Scalars(tmp_path, 0)  # left open, as by a process that is killed
     scalars.write(step=1, loss=2.5, bubble=None)
-    scalars.flush()
+    scalars.sync()
     assert curves(tmp_path) == {"train/loss": [(1, 2.5)]}
     scalars.__exit__(None, None, None)
+
+
+def test_overlap_by_collective():
+    values = {"loss": 2.5, "bubble": None, "overlap": {"stack 0/F all_reduce": {"exposed": 0.25}}, "skipped": False}
+    expected = {"overlap/stack 0/F all_reduce/exposed": 0.25, "train/loss": 2.5, "train/skipped": 0.0}
+    assert scalars_of(values) == expected
 
 
 def fails(capsys, *options):

@@ -22,8 +22,8 @@ LISTS = {
     "stages": (CONFIG, {"pipeline_schedule": "gpipe"}, "pipeline_schedule", generate_pipeline("gpipe", 2, 2, False)),
     "experts": (
         dataclasses.replace(EXPERTS, steps=3),
-        {"expert_schedule": "blocking"},
-        "expert_schedule",
+        {"schedule": "blocking"},
+        "schedule",
         generate_experts("blocking", 2),
     ),
 }
@@ -83,7 +83,7 @@ def test_a_file_for_other_sizes_is_refused(tmp_path):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)
     path.write_text(format_schedule(generate_experts("block_wise", 3)))
     with pytest.raises(ScheduleError, match="is for 3 blocks, but the model has 2"):
-        Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
+        Run.of(dataclasses.replace(EXPERTS, schedule=str(path)), 2)
     with pytest.raises(UsageError, match="needs a mixture of experts; give --experts N, too"):
         dataclasses.replace(CONFIG, schedule=str(path))
     with pytest.raises(ScheduleError, match="is a schedule of blocks of experts"):

@@ -246,15 +246,14 @@ def test_a_skipped_step_is_logged_and_stays_skipped(corpus, tmp_path):
     assert again.train()["losses"] == whole[4:]
 
 
-def test_a_leap_of_the_loss():
-    check = StepCheck("skip", 2.0)
-    assert all(check.accepts(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
-    with pytest.warns(UserWarning, match="step 8 is skipped: the loss jumps to 6.5, more than 2 times 3"):
-        assert not check.accepts(6.5, 1.0, 8, None, CPU)
-    assert check.accepts(5.9, 1.0, 9, None, CPU)
-    with pytest.raises(LossError, match="step 10: the loss is nan"):
-        StepCheck("stop", 0.0).accepts(float("nan"), 1.0, 10, None, CPU)
-    assert StepCheck("off", 0.0).accepts(float("nan"), 1.0, 11, None, CPU)
+def test_a_loss_that_is_not_finite():
+    check = StepCheck("skip")
+    assert check.accepts(9.0, 1.0, 0, None, CPU)
+    with pytest.warns(UserWarning, match="step 1 is skipped: the loss is inf"):
+        assert not check.accepts(float("inf"), 1.0, 1, None, CPU)
+    with pytest.raises(LossError, match="step 2: the loss is nan"):
+        StepCheck("stop").accepts(float("nan"), 1.0, 2, None, CPU)
+    assert StepCheck("off").accepts(float("nan"), 1.0, 3, None, CPU)
 
 
 # --- the log ---
@@ -302,9 +301,7 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
         (["--checkpoint-every", "5"], "checkpoint_every 5 needs a checkpoint folder; give --checkpoint"),
         (["--resume", "auto"], "resume 'auto' needs a checkpoint folder"),
         (["--keep", "-1"], "keep must be at least 0"),
-        (["--save-error", "retry"], "argument --save-error: invalid choice: 'retry'"),
         (["--bad-loss", "ignore"], "argument --bad-loss: invalid choice: 'ignore'"),
-        (["--spike", "0.5"], "spike must be above 1"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0"),
         (["--step-log", "/dev/null/log"], "a file is in the way"),
     ],

@@ -130,11 +130,10 @@ def test_a_model_has_the_tokenizers_vocabulary(two_ranks, folder, tmp_path):
         assert shape == (160, 16)
         assert curve == pytest.approx(alone[0], rel=1e-4)
         assert validation == pytest.approx(alone[1], rel=1e-4)
-    assert losses(dataclasses.replace(config, vocabulary=301))[2] == (301, 16)
-    with pytest.raises(UsageError, match=r"vocabulary 300 is too small; .*tokenizer.json has 301 tokens"):
-        losses(dataclasses.replace(config, vocabulary=300))
-    with pytest.raises(UsageError, match="vocabulary 301 does not divide by --tp 2; degrees that do: 1"):
-        Run.of(dataclasses.replace(config, vocabulary=301), 2).corpus()
+    plan = Run.of(config, 1).plan
+    small = dataclasses.replace(plan, model=dataclasses.replace(plan.model, vocabulary=300))
+    with pytest.raises(UsageError, match=r"a vocabulary of 300 is too small; .*tokenizer.json has 301 tokens"):
+        Trainer(config, plan=small)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,12 @@ def test_a_saved_dataset_is_a_corpus(tmp_path, folder):
     plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = plain.token_to_id("<end>")
     assert corpus.read(0, 99).tolist() == [*plain.encode("one").ids, end, *plain.encode("two").ids, end]
-    with pytest.raises(UsageError, match="has no column 'body'; give one of text, n as --text-column"):
-        open_corpus(str(tmp_path / "both"), Bytes(), "body")
-    with pytest.raises(UsageError, match="column 'n' holds a int, not text"):
-        open_corpus(str(tmp_path / "both"), Bytes(), "n")
+    for number, (columns, message) in enumerate(
+        (
+            ({"body": ["one"], "n": [1]}, r"has no column 'text'; rename one of body, n to it \(rename_column"),
+            ({"text": [1, 2]}, "column 'text' holds a int, not text; rename the column with the text to it"),
+        )
+    ):
+        datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / f"{number}"))
+        with pytest.raises(UsageError, match=message):
+            open_corpus(str(tmp_path / f"{number}"), Bytes())

@@ -36,7 +36,7 @@ def test_a_trace_that_was_cut_off_ends_early(tmp_path):
         ("", "is not a trace of loads"),
         ("[1]\n", "is not a trace of loads"),
         ("{", "line 1 is not JSON: Expecting property name"),
-        ('{"kind": "oases loads", "version": 2}\n', "of version 2"),
+        ('{"kind": "oases loads", "version": 2}\n', "line 1: version 2 is unknown; this oases reads version 1"),
         ('{"kind": "oases loads", "version": 1}\n{"step": 0}\n', "line 2"),
         ('{"kind": "oases loads", "version": 1}\n{"step": 0, "layer": 0, "counts": [[-1]]}\n', "line 2: counts"),
     ],

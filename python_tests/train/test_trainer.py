@@ -172,7 +172,7 @@ def test_a_run_that_measures_is_repeated_to_the_bit(four_ranks, corpus, tmp_path
 
 def choices_of_replicas(data, path):
     """Choices of this rank's stack before a checkpoint, which differ between replicas, and after it."""
-    config = dataclasses.replace(CONFIG, data=data, degrees=Degrees(2, 1, 2), schedule="auto", sub_batches=0)
+    config = dataclasses.replace(CONFIG, data=data, degrees=Degrees(2, 1, 2), schedule="auto")
     with measuring(Path(path) / "none.json"):
         trainer, resumed = Trainer(config), Trainer(config)
         (stack,), (other,) = trainer.model.stack.segments, resumed.model.stack.segments

@@ -10,8 +10,8 @@ from oases.distributed.mesh import Mesh
 from oases.models.gpt import GPT, GPTConfig, transformer_blocks
 from oases.moe.dispatch import RoutingError
 from oases.moe.stack import ExpertStack
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 
 HIDDEN, EXPERTS = 16, 4
 SIZES = {"hidden": HIDDEN, "layers": 1, "heads": 4, "sequence": 8, "vocabulary": 32}
@@ -110,7 +110,7 @@ def test_sharded_weights_are_those_of_the_cpu(two_virtual):
 def compare_sharded():
     module, place = device.take()
     segment = Segment(2 * SIZES["layers"], 1, "oases", 2, 1)
-    plan = Plan(ModelShape(**SIZES), 2, 2, 8, 1, (Stage((segment,)),), fsdp=True)
+    plan = Plan(gpt(**SIZES), 2, 2, 8, 1, (Stage((segment,)),), fsdp=True)
     mesh = Mesh.of(plan)
     tokens, targets = torch.randint(32, (2, 4, 8), generator=torch.Generator().manual_seed(1))
     whole, sharded = (GPT(GPTConfig(**SIZES), plan=plan, mesh=mesh) for _ in range(2))

@@ -30,7 +30,7 @@ END_SECONDS = 10.0
 MOST_STARTS = 40
 GPT = ["--hidden", "32", "--layers", "4", "--heads", "4"]
 SIZES = (
-    "--sequence 32 --batch 8 --sub-batches 2 --warmup 2 --validation-batches 1 "
+    "--sequence 32 --batch 8 --warmup 2 --validation-batches 1 "
     f"--steps {STEPS} --checkpoint-every {SAVE_EVERY} --keep 2 --max-restarts 100 --resume auto"
 ).split()
 

@@ -30,8 +30,8 @@ CHOICES = (
     Mutation(
         "autotune_measures_again_in_a_later_run",
         "oases/core/execution/autotune.py",
-        "            return known._replace(turns=self.resumed)\n",
-        "            return known._replace(turns=self.resumed, repeated=self.resumed)\n",
+        "            return self.resumed, repeated, known\n",
+        "            return self.resumed, self.resumed, known\n",
         ("core/execution/test_autotune.py",),
         "A later run has the choice of an earlier one from its first step, so its losses differ in the last bits.",
     ),

@@ -40,8 +40,8 @@ TRAINING = (
     Mutation(
         "master_weights_forgotten",
         "oases/distributed/optimizer.py",
-        "                self._updated[one] = nn.Parameter(master_of(one, originals or {})) if rounded else one\n",
-        "                self._updated[one] = nn.Parameter(master_of(one, {})) if rounded else one\n",
+        "_placed(one, master_of(one, originals or {}))",
+        "_placed(one, master_of(one, {}))",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights start from the rounded parameters.",
     ),

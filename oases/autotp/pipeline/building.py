@@ -15,13 +15,12 @@ from oases.autotp.layers import Inputs, LayerList
 from oases.autotp.pipeline.dataflow import dataflow_of, flops_by_layer, units_of
 from oases.autotp.pipeline.stages import Division, balanced_counts, divide
 from oases.autotp.pipeline.units import Units, take_stage
-from oases.autotp.preconditions import options_of, require_runnable
-from oases.core.schedule import Schedule
+from oases.core.schedule import Schedule, is_text
 from oases.distributed.mesh import Mesh
 from oases.errors import UsageError
 from oases.plans.check import pipeline_of
 from oases.plans.pipelines import resolve_pipeline
-from oases.plans.plan import Plan
+from oases.plans.plan import Plan, Segment
 
 DIMENSIONS = ("pp", "dp", "tp")
 """Dimensions of a mesh, in the order of the ranks of a run: neighbours are of one tensor-parallel group."""
@@ -117,6 +116,27 @@ def pipeline_options(
         raise UsageError(f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; {what} takes all of them")
     made = Mesh.of_stages([[degree]] * stages, order=_order(mesh, names), fsdp=fsdp or zero)
     return PipelineOptions(made, degree, schedule, fsdp=fsdp, zero=zero, dtype=dtype)
+
+
+def require_runnable(plan: Plan) -> None:
+    """Raise UsageError, naming the field, for a plan that parallelize() cannot run."""
+    segments = [segment for stage in plan.stages for segment in stage.segments]
+    if plan.uniform_tp is None:
+        raise UsageError(
+            f"plan: its segments have the tensor-parallel degrees {sorted({each.tp for each in segments})}; "
+            "parallelize() runs plans of one degree: plan with one, by oases plan --tp"
+        )
+    why = "parallelize() does not do"
+    if plan.experts:
+        raise UsageError(
+            f"plan: {why} experts {plan.experts.experts} for such a model; leave them out; parallelize() keeps the "
+            "model's own experts"
+        )
+    odd = [segment.num_blocks for segment in segments if plan.model.mixed and segment.num_blocks % 2]
+    if odd:
+        raise UsageError(
+            f"plan: {why} num_blocks {odd[0]} for such a model; give segments of whole layers, of two blocks each"
+        )
 
 
 def _require_one_kind(plan: Plan | None, *, fsdp: bool, zero: bool) -> None:
@@ -222,7 +242,7 @@ def segments_of(
         given = [(len(layers), options)]
         if plan is not None:
             placed = plan.layer_counts(plan.parts[number])
-            given = [(count, options | options_of(each, plan.wire)) for count, each in placed]
+            given = [(count, options | _options_of(each, plan.wire)) for count, each in placed]
         start = 0
         for count, chosen in given:
             mine = set(layers[start : start + count])
@@ -236,6 +256,18 @@ def segments_of(
                         slices[-1] = (*slices[-1][:2], chosen | {"recompute": min(recomputed, len(at))})
                         chosen = chosen | {"recompute": max(0, recomputed - len(at))}
     return slices
+
+
+def _options_of(segment: Segment, wire: str = "none") -> dict[str, Any]:
+    """Stack options for running all layers as the segment specifies. wire: the plan's."""
+    options: dict[str, Any] = {
+        "recompute": segment.recomputed_layers, "sequence_parallel": segment.sequence_parallel
+    }  # fmt: skip
+    if wire != "none":
+        options["wire_dtype"] = wire
+    if is_text(segment.schedule):
+        return options | {"schedule": segment.generated()}
+    return options | {"schedule": segment.schedule, "sub_batches": segment.sub_batches or None}
 
 
 def _part_of(found: LayerList, at: Sequence[int]) -> LayerList:

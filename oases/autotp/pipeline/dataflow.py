@@ -30,15 +30,11 @@ _CROSS_ENTROPIES = (
     torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default,
     torch.ops.aten.nll_loss.default, torch.ops.aten.nll_loss_nd.default,
 )  # fmt: skip
-_MOVES = {
-    getattr(torch.ops.aten, name)
-    for name in (
-        "view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "permute", "t",
-        "transpose", "alias", "detach", "clone", "_to_copy", "copy_", "lift_fresh", "constant_pad_nd", "clamp",
-        "clamp_", "fill_", "new_zeros", "new_full", "new_ones", "new_empty", "empty_like", "zeros_like", "full_like",
-        "roll",
-    )
-}  # fmt: skip
+_MOVES = {getattr(torch.ops.aten, name) for name in (
+    "view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "permute", "t", "alias",
+    "transpose", "detach", "clone", "_to_copy", "copy_", "lift_fresh", "constant_pad_nd", "clamp", "clamp_", "fill_",
+    "new_zeros", "new_full", "new_ones", "new_empty", "empty_like", "zeros_like", "full_like", "roll",
+)}  # fmt: skip
 """Ops that move targets whatever their values; limits do not change which are ignored."""
 _QUOTIENTS = (torch.ops.aten.div, torch.ops.aten.div_)
 
@@ -167,8 +163,10 @@ class DataflowRecorder(TorchDispatchMode):
         for buffer in model.buffers():
             self._set(buffer, frozenset())
 
-    def follow(self, leaf: int, given: Tensor) -> None:
+    def follow(self, leaf: int, given: Any) -> None:
         """Find out whether an input holds targets of the loss, and whether it reads the first one of a sample."""
+        if not isinstance(given, Tensor) or given.dim() == 0 or given.is_floating_point() or given.is_complex():
+            return
         with _disable_current_modes():
             probe = torch.full(given.shape, IGNORED, dtype=given.dtype)
             probe[..., 0] = 0
@@ -341,12 +339,7 @@ def dataflow_of(
         with running_without_data(), recorder.watching():
             args, kwargs = complete_inputs(model, inputs)
             for leaf, each in enumerate(pytree.tree_leaves((args, {name: kwargs[name] for name in inputs[1]}))):
-                if (
-                    isinstance(each, Tensor)
-                    and each.dim() > 0
-                    and not (each.is_floating_point() or each.is_complex())
-                ):
-                    recorder.follow(leaf, each)
+                recorder.follow(leaf, each)
             result, ran = model(*args, **kwargs), True
             return recorder.finish(loss(result))
     except UsageError:

@@ -18,12 +18,13 @@ from oases.autotp.pipeline.fsdp import CallsOfShards, require_steps, shard_weigh
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import Pass, StageExit
 from oases.autotp.runner import Runner
+from oases.core.execution.dtensors import local_of
 from oases.core.execution.executor import Context
 from oases.core.execution.failure import alike, is_sampled, samples_of
 from oases.core.execution.group import all_gather_objects, group_of
 from oases.distributed.collectives import all_reduce
 from oases.distributed.expert_groups import averaged_parts
-from oases.distributed.fsdp import FsdpUnit, HeldUnit, local
+from oases.distributed.fsdp import FsdpUnit, HeldUnit
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.messages import StageMessages
 from oases.distributed.pipeline import StageRunner
@@ -142,7 +143,7 @@ class PipelineTraining:
         for (parameter, group), gradient in zip(self._shared, before, strict=True):
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            all_reduce(local(parameter.grad), group_of(group), "shared parameters")
+            all_reduce(local_of(parameter.grad), group_of(group), "shared parameters")
             if gradient is not None:
                 parameter.grad += gradient
         return self._total(losses)

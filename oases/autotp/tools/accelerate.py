@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -14,58 +15,62 @@ from oases.errors import UsageError
 
 
 def patch_accelerate(module: Any) -> None:
-    """Replace functions of `accelerate.accelerator`, once, for parallelized models alone."""
+    """Replace `prepare_model` of `accelerate.accelerator`, once: accelerators of parallelized models get our methods.
+
+    They have no point of extension that a model can reach. No issue was found.
+    """
     accelerator: Any = module.Accelerator
-    if hasattr(accelerator.get_state_dict, "__wrapped__"):
+    prepare_model = accelerator.prepare_model
+    if hasattr(prepare_model, "__wrapped__"):
         return
-    get_state_dict, gather_for_metrics = accelerator.get_state_dict, accelerator.gather_for_metrics
-    save_state, load_state = accelerator.save_state, accelerator.load_state
 
-    @wraps(get_state_dict)
-    def full(self: Any, model: Any, unwrap: bool = True) -> Any:
-        return full_state_dict(model) if _is_parallel(model) else get_state_dict(self, model, unwrap)
-
-    @wraps(save_state)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizers = self._optimizers
-        if any(map(_is_parallel, self._models)):
-            self._optimizers = [_Saved(full_optimizer_state(each, self._models)) for each in optimizers]
-        try:
-            return save_state(self, *args, **kwargs)
-        finally:
-            self._optimizers = optimizers
-
-    @wraps(load_state)
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(map(_is_parallel, self._models)):
-            for optimizer in self._optimizers:
-                accept_full_state(optimizer, self._models)
-        return load_state(self, *args, **kwargs)
-
-    @wraps(gather_for_metrics)
-    def gather(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        ranks = getattr(self.parallelism_config, "tp_size", 1) if any(map(_is_parallel, self._models)) else 1
-        if ranks == 1 or (isinstance(input_data, Tensor) and not input_data.dim()):  # TRL divides its own counts
-            return gather_for_metrics(self, input_data, use_gather_object)
-        whole = self.gather
-        self.gather = lambda tensors: _of_one_rank(whole(tensors), self.num_processes, ranks)
-        try:
-            return gather_for_metrics(self, input_data, use_gather_object)
-        finally:
-            del self.gather
-
-    accelerator.get_state_dict, accelerator.gather_for_metrics = full, gather
-    accelerator.prepare_model = _checked(accelerator.prepare_model)
-    accelerator.save_state, accelerator.load_state = save, load
-
-
-def _checked(prepare_model: Any) -> Any:
     @wraps(prepare_model)
     def prepare(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         require_callable(model, "Accelerator.prepare")
+        if _is_parallel(model) and "_oases_methods" not in vars(self):
+            vars(self).update(_methods(self))
         return prepare_model(self, model, *args, **kwargs)
 
-    return prepare
+    accelerator.prepare_model = prepare
+
+
+def _methods(accelerator: Any) -> dict[str, Any]:
+    """Methods of an accelerator of parallelized models, by name: what it saves, loads and gathers is the whole."""
+    get_state_dict, gather_for_metrics = accelerator.get_state_dict, accelerator.gather_for_metrics
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    def full(model: Any, unwrap: bool = True) -> Any:
+        return full_state_dict(model) if _is_parallel(model) else get_state_dict(model, unwrap)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        optimizers, models = accelerator._optimizers, accelerator._models
+        states = [full_optimizer_state(each, models) for each in optimizers]
+        accelerator._optimizers = [SimpleNamespace(state_dict=partial(dict, each)) for each in states]
+        try:
+            return save_state(*args, **kwargs)
+        finally:
+            accelerator._optimizers = optimizers
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        for optimizer in accelerator._optimizers:
+            accept_full_state(optimizer, accelerator._models)
+        return load_state(*args, **kwargs)
+
+    def gather(input_data: Any, use_gather_object: bool = False) -> Any:
+        ranks = getattr(accelerator.parallelism_config, "tp_size", 1)
+        if ranks == 1 or (isinstance(input_data, Tensor) and not input_data.dim()):  # TRL divides its own counts
+            return gather_for_metrics(input_data, use_gather_object)
+        whole = accelerator.gather
+        vars(accelerator)["gather"] = lambda tensors: _of_one_rank(whole(tensors), accelerator.num_processes, ranks)
+        try:
+            return gather_for_metrics(input_data, use_gather_object)
+        finally:
+            del vars(accelerator)["gather"]
+
+    return {
+        "_oases_methods": True, "get_state_dict": full, "save_state": save, "load_state": load,
+        "gather_for_metrics": gather,
+    }  # fmt: skip
 
 
 def require_callable(model: Any, tool: str) -> None:
@@ -112,17 +117,6 @@ class _Devices:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
-
-
-class _Saved:
-    """Wrapper that gives `save_state` a gathered state."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        """The gathered state."""
-        return self._state
 
 
 def _is_parallel(model: Any) -> bool:

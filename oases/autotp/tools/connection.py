@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from oases.after_import import after_import
-from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
-from oases.autotp.preconditions import require_alike
+from oases.autotp.gathering import base_of, gather_state, is_adapted, is_pretrained
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
-from oases.autotp.tools.adapters import guard_adapters
 from oases.autotp.tools.optimizer_state import shard_of
 from oases.autotp.tools.recomputation import map_checkpointing
-from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
-from oases.core.blocks.sharding import cuts, sharded_modules
+from oases.autotp.tools.trainer import patch_trainer
+from oases.core.blocks.sharding import cuts
+from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.distributed.dtensors import is_tensor_parallel
 from oases.distributed.failures import raise_together
 from oases.distributed.mesh import mesh_of, run_of
 from oases.distributed.replicas import replicas_of
-from oases.distributed.shard_map import ModelTensor, tensors_of_model
-from oases.distributed.state_shards import StateShard
 from oases.errors import UsageError
 
 
-def connect_tools(model: nn.Module, group: ProcessGroup | None, adapt: Callable[[nn.Module], None]) -> None:
-    """Have Trainer, accelerate and peft see a parallelized model as a tensor-parallel one, and save it whole.
+def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Have Trainer and accelerate see a parallelized model as a tensor-parallel one, and save it whole.
 
-    group: tensor-parallel ranks. adapt: shards what peft adds to the model's layers, and runs them anew.
+    group: tensor-parallel ranks.
     """
     map_checkpointing(model)
     object.__setattr__(model, "compile", _refuse_compile)
-    for each in ("lightning.fabric", "lightning_fabric"):
-        after_import(f"{each}.strategies.model_parallel", _load_checkpoints)
+    take_full_tensors(model)
     ranks = group_size(group)
     if ranks == 1:
-        _cut_what_is_loaded(model)
         return
     base = base_of(model)
     replicas = replicas_of(model)
@@ -50,29 +44,21 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None, adapt: Callable[
 
         pretrained: Any = base
         pretrained._tp_size = ranks
+        object.__setattr__(base, "resize_token_embeddings", _refuse_resize)
         data = 1 if replicas is None else group_size(replicas.group)
         pretrained.config.distributed_config = DistributedConfig(tp_size=ranks, fsdp_size=data)
     else:
         model.tp_size = ranks  # type: ignore[assignment]
-    _cut_what_is_loaded(model)
-    object.__setattr__(model, "oases_adapt", partial(_adapt, adapt=adapt, group=group_name(group)))
-    after_import("transformers.trainer", patch_trainer)
-    after_import("trl.trainer.utils", patch_fused_head)
-    after_import("peft.tuners.tuners_utils", guard_adapters)
-    after_import("peft.peft_model", _save_adapters)
-    after_import("accelerate.accelerator", patch_accelerate)
-    after_import("accelerate.parallelism_config", patch_parallelism)
+    replace_functions(model)
 
 
-def _cut_what_is_loaded(model: nn.Module) -> None:
-    for holder, _ in sharded_modules(model):
-        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
-
-
-def refuse_tools() -> None:
-    """Have Trainer and accelerate refuse models in stages, whose steps are those of their `train_step`."""
-    after_import("transformers.trainer", patch_trainer)
-    after_import("accelerate.accelerator", patch_accelerate)
+def replace_functions(model: nn.Module) -> None:
+    """Replace the functions of Trainer and accelerate that take one rank's shards, or a stage, for the model."""
+    if is_pretrained(base_of(model)):
+        patch_trainer(importlib.import_module("transformers.trainer"))
+    if find_spec("accelerate") is not None:
+        patch_accelerate(importlib.import_module("accelerate.accelerator"))
+        patch_parallelism(importlib.import_module("accelerate.parallelism_config"))
 
 
 def named_mesh(mesh: object, model: nn.Module, group: ProcessGroup | None) -> DeviceMesh | None:
@@ -91,57 +77,39 @@ def _refuse_compile(*_: Any, **__: Any) -> None:
     )
 
 
-def _adapt(model: nn.Module, new: nn.Module, adapt: Callable[[nn.Module], None], group: str) -> None:
-    """Shard the adapters `new`, which peft added to the layers. UsageError unless all ranks have equal ones."""
-    replicas = replicas_of(model)
-    for each in (group_of(group), None if replicas is None else replicas.group):
-        require_alike(new, each, values=True)
-    before = {holder for holder, _ in sharded_modules(model)}
-    adapt(model)
-    for holder in {holder for holder, _ in sharded_modules(model)} - before:
-        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
+def _refuse_resize(*_: Any, **__: Any) -> None:
+    """Replacement of `resize_token_embeddings` for parallelized models."""
+    raise UsageError(
+        "resize_token_embeddings() of a parallelized model, of which each rank has a part of the vocabulary; resize "
+        "before oases.parallelize(model)"
+    )
 
 
-def _save_adapters(module: Any) -> None:
-    """Have `save_pretrained` of a PeftModel, in `peft.peft_model`, write full tensors of adapters added to shards."""
-    model: Any = module.PeftModel
-    save = model.save_pretrained
-    if hasattr(save, "__wrapped__"):
-        return
-
-    @wraps(save)
-    def saved(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        adapt = getattr(self, "oases_adapt", None)
-        if adapt is None:
-            save(self, save_directory, *args, **kwargs)
-        else:
-            ModelSaver(self, group_of(adapt.keywords["group"]))(save_directory, *args, **kwargs)
-
-    model.save_pretrained = saved
+def take_full_tensors(model: nn.Module) -> None:
+    """Have `load_state_dict` take full tensors, too, of which each rank keeps what it has of the parameter."""
+    for module in model.modules():
+        if any(held is not None for held in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(_place_full_tensors)
 
 
-def _load_checkpoints(module: Any) -> None:
-    """Have Lightning's ModelParallelStrategy save and load parallelized models, whose shards are no DTensors."""
-    is_distributed = module._has_dtensor_modules
-    if not hasattr(is_distributed, "__wrapped__"):
-
-        @wraps(is_distributed)
-        def found(model: object) -> bool:
-            parts = model.modules() if isinstance(model, nn.Module) else ()
-            return is_distributed(model) or any(getattr(each, "oases_partition", None) is not None for each in parts)
-
-        module._has_dtensor_modules = found
-
-
-def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook of `load_state_dict`: replace full tensors of sharded parameters by this rank's shards."""
-    for parameter, cut in cuts(module).items():
-        name = next(name for name, each in module.named_parameters() if id(each) == parameter)
+def _place_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    found = cuts(module)
+    for name, parameter in module._parameters.items():
         given = state.get(prefix + name)
-        if isinstance(given, StateShard):
-            state[prefix + name] = given.local
-        elif isinstance(given, Tensor):
-            state[prefix + name] = shard_of(given, module.get_parameter(name), cut, module)
+        if is_tensor_parallel(parameter) and is_dtensor(given):
+            _require_own(prefix + name, given, parameter)
+        elif parameter is not None and isinstance(given, Tensor):
+            state[prefix + name] = shard_of(given, parameter, found.get(id(parameter)), module)
+
+
+def _require_own(name: str, given: Any, parameter: Any) -> None:
+    """Raise UsageError for the shard of another rank, as from a file that one rank saved and all load."""
+    there, here = given.device_mesh.get_coordinate(), parameter.device_mesh.get_coordinate()
+    if there != here and not all(each.is_replicate() for each in given.placements):
+        raise UsageError(
+            f"{name} is the shard of rank {there} of its mesh, and this is rank {here}; load on each rank what it "
+            "saved, or save by model.save_pretrained, torch.distributed.checkpoint or oases.save_checkpoint"
+        )
 
 
 class ModelSaver:
@@ -184,26 +152,13 @@ class ModelSaver:
     def _save_adapter(self, folder: str | Path, group: ProcessGroup | None, options: dict[str, Any]) -> None:
         adapters = set(self._model.peft_config)  # type: ignore[arg-type]
         trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-        found = [
-            each
-            for each in tensors_of_model(self._model, group)
-            if any(name in trained or adapters & set(name.split(".")) for name in each.names)
-        ]
-        state = full_tensors(found, group)
+        found = gather_state(
+            self._model,
+            process_group=group,
+            wanted=lambda name: name in trained or bool(adapters & {*name.split(".")}),
+        )
+        state = {name: whole for name, whole in found if whole is not None}
         with raise_together(group):
             if group_rank(group) == 0:
                 save: Any = type(self._model).save_pretrained  # type: ignore[attr-defined]
-                getattr(save, "__wrapped__", save)(self._model, str(folder), state_dict=state, **options)
-
-
-def full_tensors(tensors: Iterable[ModelTensor], group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Full tensors by name, on the CPU of the group's first rank; {} on others. Collective."""
-    found, wire, first = {}, GatherBuffers(), group_rank(group) == 0
-    for each in tensors:
-        whole = torch.empty(each.shape, dtype=each.dtype) if first else None
-        for row, block in gather_blocks(each, group, wire):
-            if whole is not None and block is not None:
-                whole.reshape(each.shape or (1,))[row : row + len(block)] = block
-        if whole is not None:
-            found.update(dict.fromkeys(each.names, whole))
-    return found
+                save(self._model, str(folder), state_dict=state, **options)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from oases.autotp.gathering import GatherBuffers, gather_blocks
 from oases.core.blocks.sharding import Cut, cuts, holders
+from oases.core.execution.dtensors import is_dtensor, local_of
 from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, resolve
+from oases.distributed.collectives import all_gather_cut
+from oases.distributed.dtensors import is_tensor_parallel, with_local
 from oases.distributed.optimizer import ShardedOptimizer
-from oases.distributed.shard_map import ModelTensor, TensorShard
 from oases.errors import UsageError
 
 _ACCEPTS = "_oases_accepts_full_state"
@@ -31,39 +33,27 @@ def full_optimizer_state(
     """State dict of an optimizer with full tensors, on the first rank of all that train. Collective.
 
     models: those whose parameters it updates. process_group: all ranks; None: the default group. Tensors of a sharded
-    parameter's shape are gathered to the CPU, and master weights; all other state stays this rank's. Other ranks get
+    parameter's shape are gathered, one by one, and master weights; all other state stays this rank's. Other ranks get
     their own state. UsageError for state of which replicas have parts (zero).
     """
-    torch_optimizer, group = inner_optimizer(optimizer), resolve(process_group)
+    torch_optimizer, first = inner_optimizer(optimizer), group_rank(resolve(process_group)) == 0
     _require_whole(torch_optimizer)
-    state, wire = torch_optimizer.state_dict(), GatherBuffers()
+    state = torch_optimizer.state_dict()
     masters = state.get(_MASTERS, {})
     for number, (parameter, cut, holder) in _numbered(torch_optimizer, models).items():
         held = dict(state["state"].get(number, {}))
-        for name, tensor in sorted(held.items()):
-            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
-                held[name] = _gathered(tensor, cut, holder, group, wire)
+        if cut is None:
+            continue
+        for kept, names in ((held, sorted(held)), (masters, [number] if number in masters else [])):
+            for name in names:
+                if isinstance(kept[name], Tensor) and kept[name].shape == parameter.shape:
+                    group = group_of(getattr(holder, "_group_name", ""))
+                    whole = all_gather_cut(local_of(kept[name]), cut, group, "state of an optimizer")
+                    kept[name] = whole.cpu() if first else kept[name]
         if held:
             state["state"][number] = held
-        if number in masters:
-            masters[number] = _gathered(masters[number], cut, holder, group, wire)
-    return state
-
-
-def _gathered(tensor: Tensor, cut: Cut, holder: nn.Module, group: ProcessGroup | None, wire: GatherBuffers) -> Tensor:
-    """Full tensor of a shard, on the CPU of the group's first rank; the shard on others. Collective."""
-    first, shape = group_rank(group) == 0, list(tensor.shape)
-    shape[cut.dim] = cut.size
-    shards = group_of(getattr(holder, "_group_name", ""))
-    held = ModelTensor(
-        ("state",), frozenset(), tuple(shape), tensor.dtype, 0,
-        TensorShard(("state",), frozenset(), tensor, tuple(shape), cut, shards),
-    )  # fmt: skip
-    whole = torch.empty(shape, dtype=tensor.dtype) if first else tensor
-    for row, block in gather_blocks(held, group, wire):
-        if block is not None:
-            whole[row : row + len(block)] = block
-    return whole
+    held_by_all: dict[str, Any] = tree_map_only(Tensor, local_of, state)
+    return held_by_all
 
 
 def _require_whole(optimizer: torch.optim.Optimizer) -> None:
@@ -101,26 +91,35 @@ def accept_full_state(optimizer: Any, models: Iterable[nn.Module]) -> None:
     torch_optimizer.register_load_state_dict_pre_hook(cut_state)
 
 
-def shard_of(given: Tensor, parameter: Tensor, cut: Cut, holder: nn.Module) -> Tensor:
-    """This rank's shard of a full tensor; a tensor of another shape than the full one itself."""
-    whole = list(parameter.shape)
-    whole[cut.dim] = cut.size
-    if list(given.shape) != whole or given.shape == parameter.shape:
+def shard_of(given: Tensor, parameter: Tensor, cut: Cut | None, holder: nn.Module | None) -> Tensor:
+    """This rank's part of a full tensor, placed as the parameter; DTensors and tensors of other shapes themselves."""
+    whole, placed = list(parameter.shape), is_tensor_parallel(parameter)
+    if cut is not None:
+        whole[cut.dim] = cut.size
+    if is_dtensor(given) or list(given.shape) != whole or not given.dim():
         return given
-    group = group_of(getattr(holder, "_group_name", ""))
-    part = cut.take(given, group_rank(group), group_size(group))
-    return part.clone(memory_format=torch.contiguous_format)  # fused optimizers read memory in order
+    if not placed and (cut is None or given.shape == parameter.shape):
+        return given
+    part = given
+    if cut is not None:
+        group = group_of(getattr(holder, "_group_name", ""))
+        part = cut.take(given, group_rank(group), group_size(group))
+        part = part.clone(memory_format=torch.contiguous_format)  # fused optimizers read memory in order
+    return with_local(parameter, part) if placed else part
 
 
 def _numbered(
     optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-) -> dict[int, tuple[nn.Parameter, Cut, nn.Module]]:
-    """Sharded parameters by their numbers in the optimizer's `state_dict()`, each with its cut and holder."""
+) -> dict[int, tuple[nn.Parameter, Cut | None, nn.Module | None]]:
+    """Parameters that are sharded, or DTensors, by their numbers in the optimizer's `state_dict()`.
+
+    Each with its cut and holder, if any.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found: dict[int, tuple[nn.Parameter, Cut, nn.Module]] = {}
+    found: dict[int, tuple[nn.Parameter, Cut | None, nn.Module | None]] = {}
     for model in models:
         cut_by, held_by = cuts(model), holders(model)
         for number, parameter in enumerate(parameters):
-            if id(parameter) in cut_by:
-                found[number] = (parameter, cut_by[id(parameter)], held_by[id(parameter)])
+            if id(parameter) in cut_by or (number not in found and is_tensor_parallel(parameter)):
+                found[number] = (parameter, cut_by.get(id(parameter)), held_by.get(id(parameter)))
     return found

@@ -7,12 +7,18 @@ from typing import Any
 from torch import nn
 
 from oases.autotp.gathering import base_of
-from oases.autotp.preconditions import checkpoints
 from oases.errors import UsageError
 
 _PREFIXES = ("activation_checkpointing", "gradient_checkpointing")
 _HARMLESS = {"use_reentrant", "preserve_rng_state", "determinism_check", "early_stop"}
 """Arguments of torch.utils.checkpoint that say how it does what a stack does in its own way."""
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether gradient checkpointing is on in a transformers model; the attribute's name depends on the version."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(name and getattr(model, name))
 
 
 def recomputing_options(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

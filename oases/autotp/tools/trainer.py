@@ -12,11 +12,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from oases.autotp.tools.accelerate import require_callable
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
-from oases.distributed.guards import whole_rows
 from oases.errors import UsageError
 
 _REFUSED = {
@@ -84,26 +82,3 @@ def _load_optimizer(original: Any, self: Any, checkpoint: str | None) -> None:
     """Load the optimizer's state, of which each rank keeps its shards."""
     accept_full_state(self.optimizer, [self.model])
     original(self, checkpoint)
-
-
-def patch_fused_head(module: Any) -> None:
-    """Have the fused head of TRL, in `trl.trainer.utils`, take the full weight of a head that is sharded, once.
-
-    It multiplies by `lm_head.weight` itself, without calling the head, and so by this rank's rows of the vocabulary.
-    """
-    fused: Any = module._ChunkedLogProbFunction
-    if isinstance(fused, _WholeHead):
-        return
-    module._ChunkedLogProbFunction = _WholeHead(fused)
-
-
-class _WholeHead:
-    """Autograd function of TRL's fused head on gathered weights."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Any:
-        """Log-probabilities and other values per token. Collective where weight and bias are shards."""
-        bias = None if bias is None else whole_rows(bias)
-        return self._function.apply(hidden, whole_rows(weight), bias, *others)

@@ -16,7 +16,7 @@ from torch import Tensor
 from oases.core.execution.piece import Piece
 
 current_prefix: ContextVar[KeyValuePrefix | None] = ContextVar("oases_key_value_prefix", default=None)
-"""What attention in the current sub-batch of tokens reads, as `oases.causal_attention` does."""
+"""Tokens that attention in the current sub-batch of tokens reads, as `oases.causal_attention` does."""
 
 
 class KeyValuePrefix:

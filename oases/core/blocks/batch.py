@@ -86,14 +86,10 @@ class BlockInputs:
     tokens: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and len(self.tokens) != len(self.values):
-            raise ValueError(
-                f"{len(self.values)} values have {len(self.tokens)} entries of tokens; give one for each"
-            )
-        if len(self.values) != len(self.per_sample):
-            raise ValueError(
-                f"{len(self.values)} values have {len(self.per_sample)} entries of per_sample; give one for each"
-            )
+        many = len(self.values)
+        for name, given in (("tokens", self.tokens), ("per_sample", self.per_sample)):
+            if given is not None and len(given) != many:
+                raise ValueError(f"{many} values have {len(given)} entries of {name}; give one for each")
         for index, (value, cut) in enumerate(zip(self.values, self.per_sample, strict=True)):
             if cut and not isinstance(value, Tensor):
                 raise ValueError(

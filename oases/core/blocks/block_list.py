@@ -15,7 +15,7 @@ _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor
 P = TypeVar("P", bound=BlockParameters)
 
 preparations: list[Callable[[nn.Module], None]] = []
-"""What is done to the blocks of each stack when it is made; `oases.layers` has dropout converted."""
+"""Functions called with each block of a stack when it is made; `oases.layers` has dropout converted."""
 
 
 class StackParameters(BlockParameters):
@@ -92,13 +92,9 @@ class BlockList(Generic[P]):
         for number, block in enumerate(self._blocks):
             plain: nn.Module = getattr(block, "_orig_mod", block)
             for path, part in plain.named_modules():
-                bypassed = isinstance(part, self._bypassed) if self._bypassed else _runs_without_forward(part)
-                if part is plain or bypassed:
+                unasked = not self._bypassed and getattr(part, "runs_without_forward", False)
+                if part is plain or isinstance(part, self._bypassed) or unasked:
                     yield from ((number, path, part, getattr(part, kind)) for kind in _HOOKS)
-
-
-def _runs_without_forward(part: nn.Module) -> bool:
-    return bool(getattr(part, "runs_without_forward", False))
 
 
 def require_blocks(blocks: nn.ModuleList) -> None:

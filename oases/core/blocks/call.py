@@ -17,6 +17,7 @@ from oases.core.blocks.work import BlockWork
 from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.communication import NullScheduler, Wire, add_wire
+from oases.core.execution.dtensors import as_gradient, is_dtensor
 from oases.core.execution.executor import Context, synchronize
 from oases.core.execution.failure import begin_call, is_sampled, monitor_of
 from oases.core.execution.gathering import BlockUnit, leaves_of
@@ -66,7 +67,8 @@ class StackCall(ScheduledCall):
             raise ScheduleError(
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
-        leaves = leaves_of(parameters, units) if differentiable else []
+        placed = not units and any(is_dtensor(one) for each in parameters for one in each.parameters)
+        leaves = leaves_of(parameters, units) if differentiable or placed else []
         self._blocks = BlockWork(
             blocks, program, wire, x, leaves, differentiable=differentiable, randomness=randomness, inputs=held
         )
@@ -125,7 +127,7 @@ class StackCall(ScheduledCall):
             self._shares, self._whole = shares, whole
             if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
                 self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
-            return [self._gradient(number) for number in parameters.sharded] + replicated
+            return self._gradients(block, parameters.sharded) + replicated
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
         """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
@@ -178,7 +180,9 @@ class StackCall(ScheduledCall):
                         sums[key] = sums[key].add_(gradient) if key in sums else gradient
                 numbers = [number for number, key in enumerate(keys) if key in sums and lowest[key] == block]
                 if numbers:
-                    torch.autograd.backward(self._chosen(block, numbers), [sums.pop(keys[n]) for n in numbers])
+                    held = self._chosen(block, numbers)
+                    made = [as_gradient(one, sums.pop(keys[n])) for one, n in zip(held, numbers, strict=True)]
+                    torch.autograd.backward(held, made)
                 computed = self._units[block].computed if self._units else None
                 if computed is not None:
                     computed()
@@ -222,7 +226,12 @@ class StackCall(ScheduledCall):
             sizes = [self._shares[number].numel() for number in numbers]  # type: ignore[union-attr]
             for number, part in zip(numbers, flat.split(sizes), strict=True):
                 self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
-        return [self._gradient(number) for number in self._cut[block].replicated]
+        return self._gradients(block, self._cut[block].replicated)
+
+    def _gradients(self, block: int, numbers: Sequence[int]) -> list[Tensor | None]:
+        """Gradients of parameters of the block finished last."""
+        held = self._chosen(block, numbers)
+        return [as_gradient(one, self._gradient(number)) for one, number in zip(held, numbers, strict=True)]
 
     def _gradient(self, number: int) -> Tensor | None:
         share, whole = self._shares[number], self._whole[number]

@@ -16,12 +16,13 @@ class Cut:
     """Division of a full tensor over the ranks of a group: along `dim`, each of its segments by itself.
 
     segments: lengths along `dim`, which sum to the full length. A fused query-key-value projection has three, so that
-    every rank gets a part of each. Rank r of t gets [n * r // t, n * (r + 1) // t) of a segment of n: parts of a
-    vocabulary that does not divide differ by one.
+    every rank gets a part of each, as by torch.chunk: parts of a vocabulary that does not divide are smaller on the
+    last ranks. level: parts that differ by one at most, as of tokens.
     """
 
     dim: int
     segments: tuple[int, ...]
+    level: bool = False
 
     @property
     def size(self) -> int:
@@ -32,7 +33,9 @@ class Cut:
         """[start, stop) in the full tensor of the shard of `rank`, one range per segment."""
         found, first = [], 0
         for length in self.segments:
-            found.append((first + length * rank // ranks, first + length * (rank + 1) // ranks))
+            most = -(-length // ranks)
+            begin, end = (length * at // ranks if self.level else min(length, most * at) for at in (rank, rank + 1))
+            found.append((first + begin, first + end))
             first += length
         return found
 

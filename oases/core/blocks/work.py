@@ -374,12 +374,12 @@ class BlockWork:
         place = step.place
         if place not in self._program.apart:
             self._do_BC(step)
-        self._tokens.begin_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
+        self._tokens.gathered_backward(place, self._partial_pieces.pop(place).backward([self._grad_y.pop(place)]))
 
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place
         if place in self._program.dispatched:
-            self._g[place] = self._tokens.input_gradient(place)
+            self._g[place] = self._tokens.gradient_of_input(place)
         else:
             self._through_partial(step)
         if place not in self._program.deferred:

@@ -68,15 +68,9 @@ class Budget:
     steps: float = BUDGET
 
 
-class Begun(NamedTuple):
-    """State of a measurement when it begins: candidates whose turns are over, those of turns to repeat, choice.
-
-    turns, repeated: a character for each turn (`_DIGITS`). chosen: label that follows the last turn; None to measure.
-    """
-
-    turns: str = ""
-    repeated: str = ""
-    chosen: str | None = None
+Begun = tuple[str, str, str | None]
+"""State of a measurement when it begins: candidates whose turns are over, those of turns to repeat, a character for
+each turn (`_DIGITS`); label that follows the last turn, None to measure."""
 
 
 class Turn(NamedTuple):
@@ -120,9 +114,9 @@ class Autotune(Generic[Candidate]):
         self._wave = self._waves.pop(0)
         self._left = [*self._wave]
         self._medians: dict[str, float] = {}  # of the slowest rank
-        begun = Begun(chosen=next(iter(self.candidates)))
+        begun: Begun = "", "", next(iter(self.candidates))
         if len(self.candidates) > 1 and group_size(self.group) > 1:
-            begun = self._agreed() if self.fixed is not None or self.keep or self.resumed else Begun()
+            begun = self._agreed() if self.fixed is not None or self.keep or self.resumed else ("", "", None)
         self.turns, self._repeated, self._chosen = begun
 
     @property
@@ -216,22 +210,22 @@ class Autotune(Generic[Candidate]):
 
     def _agreed(self) -> Begun:
         """Rank 0's beginning on all ranks: caches of several machines may differ."""
-        found: list[Any] = [self._begun()]
+        found = [self._begun()]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
-        return Begun(*found[0])
+        return found[0]
 
     def _begun(self) -> Begun:
         if self.fixed in self.candidates:
-            return Begun(chosen=self.fixed)
-        known = _read(self.key) if self.keep else Begun()
-        possible = known.chosen in self.candidates and {*known.repeated} <= {*_DIGITS[: len(self.candidates)]}
-        if possible and known.repeated.startswith(self.resumed):
-            return known._replace(turns=self.resumed)
+            return "", "", self.fixed
+        repeated, known = _read(self.key) if self.keep else ("", None)
+        possible = known in self.candidates and {*repeated} <= {*_DIGITS[: len(self.candidates)]}
+        if possible and repeated.startswith(self.resumed):
+            return self.resumed, repeated, known
         if self.keep and self.budget.steps <= 0:
             chosen = fixed_among([*self.candidates][: self.exact or None])
             _write(self.key, self.resumed, chosen)
-            return Begun(self.resumed, self.resumed, chosen)
-        return Begun(self.resumed, self.resumed)
+            return self.resumed, self.resumed, chosen
+        return self.resumed, self.resumed, None
 
 
 def spread(turns: Sequence[Sequence[float]]) -> float:
@@ -254,16 +248,16 @@ def spread(turns: Sequence[Sequence[float]]) -> float:
     return math.sqrt(squares / free) * (1 + 4 / free)
 
 
-def _read(key: str) -> Begun:
+def _read(key: str) -> tuple[str, str | None]:
     """The cached turns and choice of a key; none where the cache has no valid ones."""
     try:
         found: Any = _cached().get(key)
     except UsageError:
-        return Begun()  # measure, and write it anew
+        return "", None  # measure, and write it anew
     if isinstance(found, str):
         found = {"turns": "", "chosen": found}
     valid = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("turns", "chosen"))
-    return Begun("", found["turns"], found["chosen"]) if valid else Begun()
+    return (found["turns"], found["chosen"]) if valid else ("", None)
 
 
 def _write(key: str, turns: str, chosen: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from oases.core.execution.dtensors import local_of
 from oases.core.execution.executor import Context, Executor, Handlers, Program, Step
 from oases.core.execution.failure import FailTogether, FailureMonitor, unwatch_backward, watch_backward
 from oases.core.execution.gathering import BlockUnit, UnitGatherer
@@ -177,7 +178,9 @@ class ScheduledCall(ABC):
     def _current_versions(self) -> tuple[list[int], list[int]]:
         """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""
         read = self._program.read_again if self._gathering is None else ()
-        return self._work.versions(), [p._version for block in read for p in self._parameters[block].parameters]
+        return self._work.versions(), [
+            local_of(p)._version for block in read for p in self._parameters[block].parameters
+        ]
 
     def _require_unchanged(self) -> None:
         """Raise RuntimeError where recomputation would read other values than the forward pass did."""
@@ -210,7 +213,7 @@ class ScheduledCall(ABC):
     @contextmanager
     def _stand_ins(self, blocks: Iterable[int]) -> Iterator[None]:
         """Context in which the stand-ins replace the parameters of these blocks."""
-        if not self._differentiable:
+        if not self._work.leaves:
             yield
             return
         gathering = self._gathering

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
+from oases.core.execution.dtensors import stand_in_of
 from oases.core.execution.executor import Handlers, Program, Step
 from oases.core.execution.piece import BlockParameters, Leaves
 from oases.core.schedule import Op
@@ -101,5 +102,5 @@ class UnitGatherer:
 def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[BlockUnit]) -> list[Leaves]:
     """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
     if not units:
-        return [Leaves(each.parameters) for each in parameters]
+        return [Leaves([*map(stand_in_of, each.parameters)]) for each in parameters]
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]

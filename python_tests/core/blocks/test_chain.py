@@ -15,8 +15,8 @@ from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.mesh import Mesh
 from oases.distributed.planned_stack import PlannedStack
 from oases.layers.linear import shard
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 
 WIDTH, BATCH = 16, 8
 
@@ -56,7 +56,7 @@ def maker(dropout):
 
 def plan_of(world, *segments):
     made = (Stage(tuple(Segment(*segment) for segment in segments)),)
-    return Plan(ModelShape(WIDTH, 2, 4, 4, 256), world, world, BATCH, 1, made)
+    return Plan(gpt(WIDTH, 2, 4, 4, 256), world, world, BATCH, 1, made)
 
 
 def check_chain(segments, dropout):

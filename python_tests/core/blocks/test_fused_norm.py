@@ -14,8 +14,8 @@ from oases.core.schedule import GENERATORS, generate
 from oases.distributed.mesh import Mesh
 from oases.layers.linear import shard
 from oases.models.gpt import GPT, GPTConfig, Mlp, transformer_blocks
+from oases.plans.gpt import gpt
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 
 CONFIG = GPTConfig(hidden=32, layers=2, heads=4, sequence=8)
 FORWARD = "oases::bias_dropout_residual_norm"
@@ -249,7 +249,7 @@ def test_an_output_changed_in_place_is_not_read():
 def check_sharded_weights():
     sizes = {"hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "vocabulary": 32}
     plan = Plan(
-        model=ModelShape(**sizes), world=2, ranks_per_node=2, global_batch=8, micro_batches=1,
+        model=gpt(**sizes), world=2, ranks_per_node=2, global_batch=8, micro_batches=1,
         stages=(Stage((Segment(4, 1, "oases", 2),)),), fsdp=True,
     )  # fmt: skip
     mesh = Mesh.of(plan)

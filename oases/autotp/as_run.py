@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-from oases.graph.trace.repeated import outermost_lists, put_back
 
 MOST_CALLS = 2000
 """Calls of torch's functions in a layer; the trace of a layer with more is given up.
@@ -91,6 +89,25 @@ def masks_as_run() -> Iterator[None]:
     finally:
         if names:
             names[_PACKED] = before
+
+
+def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Lists of two layers or more, with their paths; none of those inside of another."""
+    seen: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{other}." if other else "") for other in seen)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not inside:
+            seen.append(path)
+            yield path, module
+
+
+def put_back(replaced: Sequence[tuple[nn.Module, Any]]) -> None:
+    """Undo replacements of layers' forwards, each with the attribute before it, None for none; the last one first."""
+    for layer, own in reversed(replaced):
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
 
 
 @contextmanager

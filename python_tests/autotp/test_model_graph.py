@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from oases.autotp import as_run
+from oases.autotp.model_graph import layer_of, trace
 from oases.errors import UsageError
-from oases.graph.layer_graph import layer_of
-from oases.graph.trace import as_run, trace
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")

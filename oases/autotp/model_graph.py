@@ -1,33 +1,182 @@
-"""Trace a model to a LayerGraph by torch.export, without computation or weights; models on `meta` work.
+"""Graph of a model's forward pass by torch.export, without computation or weights: ops, with FLOPs and bytes.
 
-`trace` exports the whole model: the 80 layers of Llama-70B take 7 s and 0.5 GB. `trace_layers` exports layers of one
-kind once, for their costs. Layers are traced as `oases.autotp` traces them: as they run, and within a bound.
+Models on `meta` work; the 80 layers of Llama-70B take 7 s and 0.5 GB. Of layers of one kind only the first is traced
+where asked. Layers are traced as `oases.autotp` traces them: as they run, and within a bound of calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from oases.autotp.as_run import layers_as_run, outermost_lists, put_back
+from oases.autotp.configuration import sample_inputs
 from oases.errors import UsageError
-from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
-from oases.graph.layered import layered_model
-from oases.graph.trace.as_run import layers_as_run
-from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs
-from oases.graph.trace.repeated import Progress, layers_once
-from oases.plans.layered import LayeredModel
+
+Shape = tuple[int, ...]
+_LAYER = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Parameter, or buffer, under one of its names; tied ones have the same identity."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    identity: int
+    buffer: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Input tensor of the model."""
+
+    name: str
+    shape: Shape
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op. inputs: names of the nodes and model inputs it reads, without duplicates. parameters: with buffers.
+
+    shapes: of each output. num_bytes: of all outputs, views included; bytes_out: written, 0 if the output is a view
+    of the input. floating: an output is of a floating-point dtype. module: path of the calling module, "" for the
+    model itself. flops: of the forward pass.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    num_bytes: int
+    floating: bool = True
+    module: str = ""
+    parameters: tuple[str, ...] = ()
+    flops: int = 0
+    bytes_out: int = 0
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it looks rows up in a table."""
+        return self.op in ("aten.embedding", "aten.embedding_bag")
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Graph of a model: nodes in execution order, inputs, and parameters under all their names."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+
+    @cached_property
+    def table(self) -> dict[str, Parameter]:
+        """Parameters and buffers by name."""
+        return {each.name: each for each in self.parameters}
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Index of each node by its name."""
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def value_bytes(self) -> dict[str, int]:
+        """Bytes of each value (input or node), views included."""
+        found = {each.name: each.num_bytes for each in self.inputs}
+        return found | {node.name: node.num_bytes for node in self.nodes}
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Values with gradients: floating-point, and computed from a parameter."""
+        found: set[str] = set()
+        for node in self.nodes:
+            reads = any(not self.table[name].buffer for name in node.parameters)
+            if (reads or not found.isdisjoint(node.inputs)) and node.floating:
+                found.add(node.name)
+        return frozenset(found)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        found = {each.name: each.shape for each in self.inputs}
+        return found | {node.name: node.shapes[0] for node in self.nodes if node.shapes}
+
+    def shape(self, value: str) -> Shape:
+        """Shape of a value (input or node), of several outputs of the first."""
+        return self._shapes[value]
+
+    @cached_property
+    def weights(self) -> dict[str, tuple[str, ...]]:
+        """Parameters of each value that is a weight, transposed or cast, or joined of several."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self.nodes:
+            if node.parameters and not node.inputs and not node.is_lookup:
+                found[node.name] = node.parameters
+            elif node.inputs and all(name in found for name in node.inputs):
+                found[node.name] = tuple(p for name in node.inputs for p in found[name])
+        return found
+
+    @cached_property
+    def base(self) -> dict[str, str]:
+        """Value that each node's is a view of; its own name for one with memory of its own."""
+        found: dict[str, str] = {}
+        for node in self.nodes:
+            view = bool(node.inputs) and not node.bytes_out
+            found[node.name] = found.get(node.inputs[0], node.inputs[0]) if view else node.name
+        return found
+
+    def read_by(self, node: Node) -> list[Parameter]:
+        """Parameters that a node reads, directly or transposed, each once, without buffers."""
+        names = [*node.parameters, *(p for name in node.inputs for p in self.weights.get(name, ()))]
+        found = {self.table[name].identity: self.table[name] for name in names}
+        return [each for each in found.values() if not each.buffer]
+
+    def matrices(self, node: Node) -> list[Parameter]:
+        """Matrices that a node multiplies by."""
+        return [each for each in self.read_by(node) if len(each.shape) >= 2] if node.flops else []
+
+    def moved(self, node: Node) -> int:
+        """Bytes that a node other than a matmul reads and writes; 0 for a view."""
+        if not node.bytes_out or node.flops or node.name in self.weights:
+            return 0
+        return node.bytes_out + sum(min(self.value_bytes[name], 8 * node.bytes_out) for name in node.inputs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once, without buffers."""
+        return sum({each.identity: each.size for each in self.parameters if not each.buffer}.values())
+
+
+def layer_of(module: str) -> str | None:
+    """First module in a module list on a path: "model.layers.3" of "model.layers.3.mlp.act"; None without one."""
+    match = _LAYER.match(module)
+    return match[0] if match else None
+
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a model's forward; only shape and dtype of tensors matter."""
 
 _SCOPES = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Ops that run a subgraph under a context and compute nothing themselves."""
+_GROUPED = ("grouped_mm", "grouped_mm_fallback")
+"""Matmuls of experts."""
 _VALUES = ("data-dependent", "data dependent", "GuardOnDataDependent", "_local_scalar_dense")
 
 
@@ -54,34 +203,6 @@ def trace(
     except Exception as error:  # torch.export raises anything that forward raises, and many types of its own
         raise UsageError(f"model {name} cannot be traced: {(given_up or [_remedy(error)])[0]}") from error
     return _Reader(model, exported).graph()
-
-
-def trace_layers(
-    model: nn.Module, *, inputs: Inputs | None = None, sequence: int | None = None, on_layer: Progress | None = None
-) -> LayeredModel:
-    """Costs of a model's layers for the planner, of one sample; layers of one kind are traced once.
-
-    inputs, sequence: as in `trace`, with a batch of one. on_layer(done, total): progress callback. Raises UsageError
-    as `trace` and `layered_model` do.
-    """
-    with layers_once(model, on_layer) as alike:
-        graph = trace(model, inputs=inputs, sequence=sequence)
-    return layered_model(graph, alike)
-
-
-def trace_configuration(
-    given: Any, *, sequence: int | None = None, dtype: str = "float32", on_layer: Progress | None = None
-) -> LayeredModel:
-    """Costs of the layers of a model given by its configuration; no weights are read or made.
-
-    given: path of a config.json of transformers or of a folder with one, or a transformers configuration. Raises
-    UsageError for one that is not valid or that transformers does not know.
-    """
-    if hasattr(given, "to_dict"):
-        data = given.to_dict()
-    else:
-        data = read_configuration(Path(given), "model", "a config.json of transformers")
-    return trace_layers(configured_model(data, dtype), sequence=sequence, on_layer=on_layer)
 
 
 def _like_the_model(model: nn.Module) -> Any:
@@ -113,7 +234,7 @@ class _Reader:
     def __init__(self, model: nn.Module, exported: Any) -> None:
         self._name = type(model).__name__
         self._exported = exported
-        self._flops = FlopFormulas()
+        self._flops: dict[str, int] = {}
         self._nodes: list[Node] = []
         self._names: set[str] = set()
         self._read: dict[Any, str] = {}  # fx node -> name of the node or model input it represents
@@ -202,9 +323,16 @@ class _Reader:
                 parameters=tuple(dict.fromkeys(self._called(n, path) for n in reads if n in self._weights)),
                 shapes=tuple(tuple(value.shape) for value in outputs), num_bytes=sum(map(_num_bytes, outputs)),
                 floating=any(value.is_floating_point() for value in outputs),
-                flops=self._flops.of(each), bytes_out=_written(each, outputs),
+                flops=self._flops_of(each, outputs), bytes_out=_written(each, outputs),
             )
         )  # fmt: skip
+
+    def _flops_of(self, each: Any, outputs: list[torch.Tensor]) -> int:
+        """FLOPs of a forward pass, also of matmuls of experts, which torch does not count right."""
+        if _op(each.target).endswith(_GROUPED) and outputs:
+            rows = next((n for n in each.all_input_nodes if n in self._read), None)
+            return 2 * rows.meta["val"].numel() * outputs[0].shape[-1] if rows is not None else 0
+        return _flops(each, self._flops)
 
     def _called(self, each: Any, path: str) -> str:
         """Name of a tied parameter in the module that reads it; torch.export uses any of its names."""
@@ -246,23 +374,18 @@ def _op(target: Any) -> str:
     return str(packet) if packet is not None else target.__name__
 
 
-class FlopFormulas:
-    """FLOPs of traced ops' forward passes, cached by op and shapes."""
+def _flops(node: Any, known: dict[str, int]) -> int:
+    """FLOPs of the forward pass of an fx node whose arguments carry shapes; 0 if torch has no formula.
 
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-
-    def of(self, node: Any) -> int:
-        """FLOPs of an fx node whose arguments carry shapes; 0 if torch has no formula."""
-        if not _may_count(node):
-            return 0
-        args, kwargs = tree_map(
-            _shape_of, (node.args, node.kwargs), is_leaf=lambda arg: isinstance(arg, torch.fx.Node)
-        )
-        key = repr((str(node.target), tree_map(_sizes, (args, kwargs))))
-        if key not in self._known:
-            self._known[key] = _counted(node.target, args, kwargs)
-        return self._known[key]
+    known: of ops on such shapes, to which this one's are added.
+    """
+    if not _may_count(node):
+        return 0
+    args, kwargs = tree_map(_shape_of, (node.args, node.kwargs), is_leaf=lambda arg: isinstance(arg, torch.fx.Node))
+    key = repr((str(node.target), tree_map(_sizes, (args, kwargs))))
+    if key not in known:
+        known[key] = _counted(node.target, args, kwargs)
+    return known[key]
 
 
 def _may_count(node: Any) -> bool:
@@ -303,3 +426,87 @@ def _counted(target: Any, args: Any, kwargs: Any) -> int:
         shapes = [tuple(arg.shape) for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)]
         raise UsageError(f"the FLOPs of {target} on shapes {shapes} cannot be counted: {error}") from error
     return counter.get_total_flops()
+
+
+_NUMBERS = ("idx", "index", "layer_id", "layer_number")
+"""Parts of the names of attributes that number a layer; layers that differ in them alone are equal."""
+
+Progress = Callable[[int, int], None]
+"""(layers traced so far, layers to trace)."""
+
+
+@contextmanager
+def layers_once(model: nn.Module, on_layer: Progress | None = None) -> Iterator[dict[str, str]]:
+    """Context in which repeated layers return their input; yields each such layer's path with that of the first.
+
+    A layer equals an earlier one of its list if classes, shapes of parameters and plain attributes of all its modules
+    are equal. In the context it returns its activation, and what else the first one returned.
+    """
+    alike: dict[str, str] = {}
+    replaced: list[tuple[nn.Module, Any]] = []
+    results: dict[str, Any] = {}
+    first: dict[str, nn.Module] = {}
+    for list_path, layers in outermost_lists(model):
+        known: dict[Any, str] = {}
+        for number, layer in enumerate(layers):
+            path = f"{list_path}.{number}" if list_path else str(number)
+            of = known.setdefault(_signature(layer), path)
+            if of == path:
+                first[path] = layer
+            else:
+                alike[path] = of
+    equal = set(alike.values())
+    try:
+        for number, (path, layer) in enumerate(first.items(), start=1):
+            replaced.append((layer, vars(layer).get("forward")))
+            tell = partial(on_layer, number, len(first)) if on_layer is not None else None
+            layer.forward = partial(_noted, layer.forward, path, results if path in equal else {}, tell)
+        for path, of in alike.items():
+            layer = model.get_submodule(path)
+            replaced.append((layer, vars(layer).get("forward")))
+            layer.forward = partial(_stand_in, layer.forward, of, results)
+        yield alike
+    finally:
+        put_back(replaced)
+
+
+def _noted(
+    forward: Callable[..., Any], path: str, results: dict[str, Any], tell: Callable[[], None] | None, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Run a layer and note its result."""
+    if tell is not None:
+        tell()
+    results[path] = found = forward(*args, **kwargs)
+    return found
+
+
+def _stand_in(forward: Callable[..., Any], of: str, results: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of layer `of`, with this call's activation in place of its first tensor.
+
+    The layer itself runs where no argument has the shape of that.
+    """
+    made = next((leaf for leaf in tree_leaves(results.get(of)) if isinstance(leaf, Tensor)), None)
+    given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    x = next((each for each in given if made is not None and each.shape == made.shape), None)
+    if x is None:
+        return forward(*args, **kwargs)
+    passed = x.clone()
+    return tree_map(lambda leaf: passed if leaf is made else leaf, results[of])
+
+
+def _signature(layer: nn.Module) -> Any:
+    """Key of a layer: classes, shapes and plain attributes, equal for equal layers."""
+    return (
+        tuple((name, tuple(each.shape), each.dtype) for name, each in layer.named_parameters()),
+        tuple((name, tuple(each.shape), each.dtype) for name, each in layer.named_buffers()),
+        tuple((name, type(module), _plain(module)) for name, module in layer.named_modules()),
+    )
+
+
+def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and not any(part in name for part in _NUMBERS)
+    )
