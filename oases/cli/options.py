@@ -118,7 +118,7 @@ COMMANDS = {
     ),
     "export": Command("oases_train.command", "export the weights of a checkpoint to one safetensors file"),
     "check": Command(
-        "oases_check.command", "compare a sharded model with one process: gradients, norms, updates; names what differs"
+        "oases_check.command", "train a sharded model beside one process, and name what differs: gradients, norms"
     ),
     "bench": Command("oases.cli.bench", "run a benchmark on this machine"),
     "profile": Command(
