@@ -84,7 +84,9 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
-if "torch" in sys.modules:  # else with the first name that needs torch: schedules and planners do without
-    import importlib
+def _register_backend() -> None:
+    import oases_staged  # noqa: F401
 
-    importlib.import_module("oases_staged")
+
+if "torch" in sys.modules:  # else with the first name that needs torch: schedules and planners do without
+    _register_backend()

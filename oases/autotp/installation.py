@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from oases.autotp.pipeline.training import PipelineTraining
 from oases.autotp.pipeline.units import install_units
 from oases.autotp.program import Program
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
-from oases.autotp.runner import Layer, Runner, StandaloneForward
+from oases.autotp.runner import Layer, LayerForward, Runner, StandaloneForward
 from oases.autotp.shards import Segments, Sharded
 from oases.autotp.signatures import LayerSignature
 from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, replace_functions, take_full_tensors
@@ -25,6 +26,8 @@ from oases.distributed.dtensors import mesh_of_group, to_dtensors
 from oases.distributed.guards import register_replaced, register_stage
 from oases.distributed.precision import set_needs
 from oases.distributed.replicas import average_replicas
+
+_FORWARDS = (LayerForward, StandaloneForward)
 
 
 def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
@@ -38,7 +41,7 @@ def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
     hooks = ModelHooks(model, group)
     mesh = setup.mesh if steps is not None else named_mesh(setup.mesh, model, group)
     if group is not None and (steps is None or not steps.shards):
-        _show_dtensors(model, group, mesh, hooks)
+        _show_dtensors(model, group, mesh, hooks, sharded.outside_reads)
     hooks.begin(model)
     if steps is None or not steps.shards:
         set_needs(model, zero=setup.zero, dtype=setup.dtype)
@@ -55,11 +58,19 @@ def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
     _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
 
 
-def _show_dtensors(model: nn.Module, group: ProcessGroup, mesh: Any, hooks: ModelHooks) -> None:
-    """Have a model of several tensor-parallel ranks show DTensors, and read local tensors."""
+def _show_dtensors(
+    model: nn.Module, group: ProcessGroup, mesh: Any, hooks: ModelHooks, outside_reads: Collection[str]
+) -> None:
+    """Have a model of several tensor-parallel ranks show DTensors, and read local tensors.
+
+    outside_reads: parameters that code of the model reads itself, as tensors of this rank: where they are a layer's,
+    which run as a stack, they stay as they are.
+    """
+    layers = [each for each, part in model.named_modules() if isinstance(vars(part).get("forward"), _FORWARDS)]
+    plain = {each for each in outside_reads if any(each.startswith(f"{layer}.") for layer in layers)}
     some = next(model.parameters(), None)
     if some is not None and group_size(group) > 1:
-        for replaced in to_dtensors(model, group, mesh_of_group(mesh, group, some.device)):
+        for replaced in to_dtensors(model, group, mesh_of_group(mesh, group, some.device), plain):
             register_replaced(replaced)
         hooks.weights = read_locally(model)
 

@@ -27,12 +27,16 @@ Segments = list[tuple[LayerList, list[LayerSignature | UnsplittableError], dict[
 
 @dataclass
 class Sharded:
-    """Result of `shard`. stages: None for a model that is called. vocabulary: names of sharded tables and heads."""
+    """Result of `shard`. stages: None for a model that is called. vocabulary: names of sharded tables and heads.
+
+    outside_reads: names of parameters that are read outside of their modules, see `trace_layers`.
+    """
 
     segments: Segments
     stages: Stages | None = None
     vocabulary: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    outside_reads: Collection[str] = ()
 
 
 def shard(
@@ -48,7 +52,9 @@ def shard(
         stages = divide_model(model, twin, [each for each, _ in found], setup.inputs, setup.steps)
         division, stage = stages.division, setup.steps.mesh.stage
         vocabulary = None if vocabulary is None else vocabulary.held_by(model)
-    sharded = Sharded(segments_of(found, setup.plan, setup.stack, division, stage), stages)
+    sharded = Sharded(
+        segments_of(found, setup.plan, setup.stack, division, stage), stages, outside_reads=outside_reads
+    )
     _require_token_wise(sharded.segments, setup.tp.ranks)
     cut_layers(model, setup, sharded.segments)
     whole = [path for path, _ in signatures_by_path(sharded.segments)] == [""]  # the model itself is the layer

@@ -86,12 +86,18 @@ def placement_of(cut: Cut | None) -> Any:
     return _StridedShard(cut.dim, split_factor=len(cut.segments)) if len(set(cut.segments)) == 1 else None
 
 
-def to_dtensors(model: nn.Module, group: ProcessGroup, tp: DeviceMesh) -> list[nn.Parameter]:
-    """Replace every parameter that a placement describes by a DTensor that shares its memory; return the old ones."""
+def to_dtensors(
+    model: nn.Module, group: ProcessGroup, tp: DeviceMesh, plain: Collection[str] = ()
+) -> list[nn.Parameter]:
+    """Replace every parameter that a placement describes by a DTensor that shares its memory; return the old ones.
+
+    plain: names of parameters that stay as they are.
+    """
     from torch.distributed.tensor import DTensor
 
     correct()
-    known, held_by, made = cuts(model), holders(model), dict[int, nn.Parameter]()
+    known, held_by = cuts(model), holders(model)
+    made = {id(model.get_parameter(name)): model.get_parameter(name) for name in plain}
     before: list[nn.Parameter] = []  # alive, so that no new parameter gets the id of one
     for module in model.modules():
         for name, held in module._parameters.items():

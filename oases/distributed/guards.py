@@ -13,7 +13,7 @@ total norm is replaced by one over all ranks, and clipping of plain shards by an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
@@ -205,15 +205,15 @@ def _clip_grads_with_norm(
     _clips_whole(given, max_norm, total_norm, foreach)
 
 
-def _refuse_fsdp2(held: Iterable[Tensor]) -> None:
+def _refuse_fsdp2(held: Sequence[Tensor]) -> None:
     """Refuse FSDP2 over ranks that have plain shards of one weight, and of models that average their gradients."""
-    averaged = averaged_parameters()
+    averaged, mine = averaged_parameters(), {id(each) for each in held}
     for each in held:
         if id(each) in averaged and is_dtensor(each) and each.device_mesh.mesh_dim_names != (TP,):  # type: ignore[attr-defined]
             raise UsageError(_AVERAGED.format("fully_shard"))
     for holder in list(_holders):
         for name, parameter, _ in sharded_parameters(holder):
-            if is_fsdp_shard(parameter):
+            if id(parameter) in mine and is_fsdp_shard(parameter):
                 ranks = set(parameter.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
                 _require_apart("fully_shard", ranks, holder, f"{type(holder).__name__}.{name}")
 

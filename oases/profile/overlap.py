@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from oases.core.blocks.chooser import Tuning, candidates, joint_blocks, labelled, waves_of
 from oases.core.execution.autotune import Turn
 from oases.core.execution.communication import NullScheduler, Scheduler
+from oases.core.execution.dtensors import local_of
 from oases.core.execution.executor import Context, synchronize
 from oases.core.execution.group import ProcessGroup, all_gather_objects, scheduler_of
 from oases.core.schedule import Recompute
@@ -203,7 +204,7 @@ class OverlapBench:
         """Gradients of the input and of every parameter under a schedule."""
         self.step(name, self.scheduler)
         assert self._x_grad is not None
-        return [self._x_grad, *(p.grad.clone() for p in self.stack.parameters() if p.grad is not None)]
+        return [self._x_grad, *(local_of(p.grad).clone() for p in self.stack.parameters() if p.grad is not None)]
 
     def gradient_error(self, name: str, reference: list[Tensor]) -> float:
         """Largest difference from `reference`, each tensor relative to its largest entry, over all ranks."""

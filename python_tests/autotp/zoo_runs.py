@@ -10,6 +10,7 @@ from autotp.zoo import batch, build, config
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.core.execution.dtensors import local_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -59,4 +60,4 @@ def one_step(name, folder, out):
     loss = model(**batch(name)).loss
     loss.backward()
     oases.save_pretrained(model, out)
-    return float(loss.detach()), sum(p.numel() for p in model.parameters())
+    return float(loss.detach()), sum(local_of(p).numel() for p in model.parameters())

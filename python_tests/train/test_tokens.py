@@ -10,6 +10,7 @@ import pytest
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
+from oases.plans.gpt import resized
 from oases_train.data import PIECE_CHARACTERS, TextCorpus
 from oases_train.plan import Run
 from oases_train.tokenizer import Bytes, load_tokenizer
@@ -131,7 +132,7 @@ def test_a_model_has_the_tokenizers_vocabulary(two_ranks, folder, tmp_path):
         assert curve == pytest.approx(alone[0], rel=1e-4)
         assert validation == pytest.approx(alone[1], rel=1e-4)
     plan = Run.of(config, 1).plan
-    small = dataclasses.replace(plan, model=dataclasses.replace(plan.model, vocabulary=300))
+    small = dataclasses.replace(plan, model=resized(plan.model, vocabulary=300))
     with pytest.raises(UsageError, match=r"a vocabulary of 300 is too small; .*tokenizer.json has 301 tokens"):
         Trainer(config, plan=small)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial, wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oases.autotp.gathering import full_state_dict
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+from oases.autotp.weights import load_weights
 from oases.distributed.mesh import mesh_of
 from oases.errors import UsageError
 
@@ -54,7 +57,11 @@ def _methods(accelerator: Any) -> dict[str, Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         for optimizer in accelerator._optimizers:
             accept_full_state(optimizer, accelerator._models)
-        return load_state(*args, **kwargs)
+        hook = accelerator.register_load_state_pre_hook(_load_models)
+        try:
+            return load_state(*args, **kwargs)
+        finally:
+            hook.remove()
 
     def gather(input_data: Any, use_gather_object: bool = False) -> Any:
         ranks = getattr(accelerator.parallelism_config, "tp_size", 1)
@@ -71,6 +78,18 @@ def _methods(accelerator: Any) -> dict[str, Any]:
         "_oases_methods": True, "get_state_dict": full, "save_state": save, "load_state": load,
         "gather_for_metrics": gather,
     }  # fmt: skip
+
+
+def _load_models(models: list[Any], folder: str) -> None:
+    """Load the parallelized models of an accelerator's folder, and take them off its list: safetensors' own
+    `load_model` reads addresses of tensors, which DTensors do not have.
+    """
+    for number, model in enumerate(models):
+        if _is_parallel(model):
+            ending = f"_{number}" if number else ""
+            file, pickled = Path(folder, f"model{ending}.safetensors"), Path(folder, f"pytorch_model{ending}.bin")
+            load_weights(model, file if file.is_file() else torch.load(pickled, weights_only=True))
+    models[:] = [each for each in models if not _is_parallel(each)]
 
 
 def require_callable(model: Any, tool: str) -> None:
