@@ -16,6 +16,7 @@ _PUBLIC = {
     "ParallelDropout": "oases.layers",
     "ParallelSpec": "oases.autotp",
     "causal_attention": "oases.layers",
+    "check": "oases_check",
     "clip_grad_norm": "oases.layers",
     "full_state_dict": "oases.autotp",
     "load_checkpoint": "oases.checkpoint.parallelized",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from oases.layers import report as report
     from oases.moe.layer import OverlappedMoE as OverlappedMoE
     from oases.planner import plan as plan
+    from oases_check import check as check
     from oases_sparse import S2Reducer as S2Reducer
     from oases_sparse import s2_hook as s2_hook
     from oases_train.config import TrainConfig as TrainConfig

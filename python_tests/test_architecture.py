@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("oases", "oases_bench", "oases_sparse", "oases_staged", "oases_svm", "oases_train")
+PACKAGES = ("oases", "oases_bench", "oases_check", "oases_sparse", "oases_staged", "oases_svm", "oases_train")
 EXTENSIONS = ("oases._C", "oases._svm", "oases_staged._C", "oases_svm._svm")
 """Compiled modules, below all floors."""
 
@@ -36,7 +36,7 @@ FLOORS = (
     ("layers", "moe", "launch"),
     ("autotp", "models", "testing"),
     ("checkpoint", "planner", "profile", "cli.options"),
-    ("oases_train",),
+    ("oases_train", "oases_check"),
     ("oases_bench",),
     ("cli",),
 )
@@ -80,6 +80,7 @@ LINES = {
     "oases/sparse": 5,
     "oases/testbed": 334,
     "oases/train": 5,
+    "oases_check": 1_140,
     "oases_bench": 6_491,
     "oases_sparse": 1_316,
     "oases_staged": 116,
@@ -120,7 +121,8 @@ CIRCLES = 0
 PUBLIC = (
     "OverlappedColumnLinear", "OverlappedColwiseParallel", "OverlappedEmbedding", "OverlappedMoE",
     "OverlappedRowLinear", "OverlappedRowwiseParallel", "OverlappedStack", "ParallelDropout", "ParallelSpec",
-    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "causal_attention", "clip_grad_norm",
+    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "causal_attention", "check",
+    "clip_grad_norm",
     "full_state_dict", "load_checkpoint", "load_weights", "make_optimizer", "nccl_options", "parallel_cross_entropy",
     "parallelize", "plan", "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
 )  # fmt: skip

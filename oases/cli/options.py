@@ -117,6 +117,9 @@ COMMANDS = {
         "oases_train.command", "train a GPT on text with data, pipeline and tensor parallelism, or by a plan"
     ),
     "export": Command("oases_train.command", "export the weights of a checkpoint to one safetensors file"),
+    "check": Command(
+        "oases_check.command", "train a sharded model beside one process, and name what differs: gradients, norms"
+    ),
     "bench": Command("oases.cli.bench", "run a benchmark on this machine"),
     "profile": Command(
         "oases.cli.profile", "measure blocks, links and contention of this machine, for plan and simulate"
