@@ -109,7 +109,7 @@ def _compared(case: Case, dtype: torch.dtype | None, right: list[Any], model: An
         case, "weight", 0, held, {n: w.detach() for n, w in whole.items()}, parts, bounds
     )
     optimizer = case.optimizer([each for each in model.parameters() if each.requires_grad])
-    share = dist.get_rank() // case.tp
+    share, seen = dist.get_rank() // case.tp, 0
     for number, wanted in enumerate(right):
         if result.findings:
             break
@@ -117,7 +117,7 @@ def _compared(case: Case, dtype: torch.dtype | None, right: list[Any], model: An
         losses = everyone(step.loss)
         mean = sum(losses) / len(losses)
         result.losses.append((wanted.loss, mean))
-        result.outputs = max(result.outputs, len(set(step.outputs) & set(wanted.outputs)))
+        seen = max(seen, len(set(step.outputs) & set(wanted.outputs)))
         result.findings = compare.outputs(case, "output", number, step.outputs, wanted.outputs, bounds)
         if not abs(mean - wanted.loss) <= bounds[0] * abs(wanted.loss):
             apart = abs(mean - wanted.loss) / (abs(wanted.loss) or 1.0)
@@ -132,7 +132,7 @@ def _compared(case: Case, dtype: torch.dtype | None, right: list[Any], model: An
             result.findings += compare.tensors(case, "update", number, step.weights, wanted.weights, parts, bounds)
         if any(errors := everyone(step.error)) and number == 0:
             result.notes.append(f"the norm of gradients is refused: {next(filter(None, errors))}")
-    return result
+    return replace(result, outputs=seen)
 
 
 def _digest(batch: Any) -> str:
