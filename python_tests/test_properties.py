@@ -250,16 +250,16 @@ class CheckpointFolder(RuleBasedStateMachine):
         self.step = max(self.step, step)
         if step not in before and step not in self.whole:
             self.unsure.add(step)
-        # What a prune was to remove may be there or not; the newest, which is kept, is there.
-        gone = {each for each in self.whole if each not in sorted(self.whole)[-keep:]} if self._pruning else set()
+        # What a prune was to remove may be there or not; the newest, damaged ones among them, are there.
+        gone = set() if self._kept is None else self.whole - self._kept
         self.whole -= gone
         self.unsure |= gone
-        self._pruning = False
+        self._kept = None
 
-    _pruning = False
+    _kept = None
 
     def _prune(self, keep):
-        self._pruning = True
+        self._kept = {retention.step_of(path) for path in retention.checkpoints(self.folder)[:keep]}
         retention.tidy(self.folder, keep)
 
     @rule(keep=st.integers(1, 3))
