@@ -21,6 +21,7 @@ from oases.core.execution.group import group_name, scheduler_of
 from oases.distributed.collectives import agreed_group
 from oases.distributed.fsdp import FsdpUnit
 from oases.distributed.gradient_averaging import marks
+from oases.distributed.parameter_hooks import add_gradient
 from oases.plans.shape import REDUCED_UNITS
 
 if TYPE_CHECKING:  # see oases.distributed.fsdp
@@ -98,8 +99,7 @@ class _Bucket:
             gradient = DTensor.from_local(
                 mine, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
             )
-            before = shards[name].grad  # of earlier steps without zero_grad()
-            shards[name].grad = gradient if before is None else before + gradient
+            add_gradient(shards[name], gradient)
         self._used.clear()
 
     def forget(self) -> None:
