@@ -27,6 +27,7 @@ from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.fsdp import FsdpUnit, HeldUnit
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.messages import StageMessages
+from oases.distributed.parameter_hooks import DeferredHooks
 from oases.distributed.pipeline import StageRunner
 from oases.distributed.replicas import AverageSwitch, average_over
 from oases.distributed.sharded_gradients import ShardedGradientAverager
@@ -92,6 +93,7 @@ class PipelineTraining:
             self._average = self._averager()
             if mesh.num_stages == 1:
                 self._calls = average_over(model, self._data, options.gradient_wire)
+        self._parameter_hooks = DeferredHooks(lambda _: None)
         self._tied: dict[str, bool] = {}
         """Parameters of this stage that others have, too, by name: whether they are trained."""
         self._shared, self._trained = self._share(), self._trainable()
@@ -135,17 +137,16 @@ class PipelineTraining:
         """
         batches, weights = self._split(args, kwargs)
         self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
-        before = [parameter.grad for parameter, _ in self._shared]
-        for parameter, _ in self._shared:
-            parameter.grad = None
+        shared = [parameter for parameter, _ in self._shared]
+        self._parameter_hooks.take(shared if self.units else self._model.parameters())
+        self._parameter_hooks.begin(shared)
         with self._gathered():
             losses = self._runner.run(self._forward(batches, weights), self._average)
-        for (parameter, group), gradient in zip(self._shared, before, strict=True):
+        for parameter, group in self._shared:
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             all_reduce(local_of(parameter.grad), group_of(group), "shared parameters")
-            if gradient is not None:
-                parameter.grad += gradient
+        self._parameter_hooks.end()
         return self._total(losses)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
