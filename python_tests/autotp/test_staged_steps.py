@@ -305,6 +305,52 @@ def test_stages_may_share_several_weights(two_ranks):
     two_ranks.run(crossed, (2, 1, 1))
 
 
+class Kept(nn.Module):
+    """Weights that both ends of the model read, and that it keeps in containers or reads by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.ModuleDict({"word": nn.Embedding(WORDS, WIDTH), "of": nn.ModuleDict({"it": nn.Linear(2, 8)})})
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.first, self.last = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.scales = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
+        self.turns, self.last_of_all = list(self.layers), [self.last]
+
+    def forward(self, tokens, targets=None):
+        h = self.inputs["word"](tokens) + self.inputs["of"].it(torch.ones(2).to(self.scales[0])) * self.scales[0]
+        h = self.first[1](self.first[0](h))
+        for layer in self.turns:
+            h = layer(h) + h
+        h = self.last_of_all[0](h) * self.scales[1] + self.scales[0]
+        logits = F.linear(h, self.inputs["word"].weight)
+        if targets is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + self.first[1].bias.square().sum()}
+
+
+def kept(pipeline):
+    """A step, and the error where the pass at parallelize() has had no loss."""
+    torch.manual_seed(0)
+    plain, models = Kept().double(), [Kept().double() for _ in range(2)]
+    for model, inputs in zip(models, (tagged(), ((tagged()[0][0],), {})), strict=True):
+        model.load_state_dict(plain.state_dict())
+        spec = oases.ParallelSpec(inputs=inputs)
+        oases.parallelize(model, mesh=mesh_of(2, 1, 1), micro_batches=4, pipeline=pipeline, spec=spec)
+    plain.forward, by_name = lambda *args: Kept.forward(plain, *args)["loss"], tagged()
+    compare(plain, models[0], (2, 1, 1), by_name)
+    text = said(lambda: models[1].train_step(*by_name[0]))
+    for model in models:
+        model.oases_pipeline.close()
+    return text
+
+
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", pytest.param("zb_v", marks=pytest.mark.long)])
+def test_weights_may_be_kept_and_read_anywhere(two_ranks, pipeline):
+    for text in two_ranks.run(kept, pipeline):
+        if pipeline == "one_f_one_b":  # with zb_v both ends are on one stage
+            assert "the loss, in part 1 of the pipeline, reads first.1.bias of another stage" in text
+
+
 def frozen_shards(option):
     _, model = pair("positional", (1, 2, 1), **{option: True})
     args, _ = mine(model, (1, 2, 1), tagged())

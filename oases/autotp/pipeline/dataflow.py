@@ -1,6 +1,6 @@
 """Dataflow between the modules of a model: the calls of a forward pass and the values that each reads.
 
-A unit is a layer, or outside the lists of layers a largest module with weights and no list in it: an embedding, a
+A unit is a layer, or outside the lists of layers a largest module with weights that can be called: an embedding, a
 final norm, a head. Code between units (masks, position tables, the loss) is the model's own and runs wherever its
 results are needed. One forward pass on fake tensors finds which results of earlier units reach each unit through it.
 """
@@ -128,9 +128,10 @@ def units_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        if path in layers or (path not in above and any(True for _ in module.parameters())):
+        whole = path not in above and getattr(module.forward, "__func__", None) is not nn.Module.forward
+        if path in layers or (whole and any(True for _ in module.parameters())):
             found.setdefault(module, path)
-        elif path in above:
+        elif not whole:
             for name, child in module.named_children():
                 visit(child, f"{path}.{name}" if path else name)
 
@@ -198,10 +199,10 @@ class DataflowRecorder(TorchDispatchMode):
 
         return enter
 
-    def _call(self, name: str, values: Any) -> UnitCall:
+    def _call(self, name: str, values: Any, *, partly: bool = False) -> UnitCall:
         sources = {one for leaf in pytree.tree_leaves(values) for one in self._of(leaf)}
         inside = sorted({one.unit for one in sources if isinstance(one, _Inside)})
-        if inside:
+        if inside and not partly:
             raise UsageError(
                 f"{name or 'the loss'} reads what {inside[0]} computes inside and does not return; a pipeline passes "
                 "results of layers alone: leave out output_hidden_states, output_attentions, output_router_logits "
@@ -225,9 +226,10 @@ class DataflowRecorder(TorchDispatchMode):
             values[key] = values.get(key, frozenset()) | {Value(number, leaf)}
             self._set(each, values[key])
 
-    def finish(self, result: Any) -> Dataflow:
-        """Dataflow of the pass. result: what the loss is computed from."""
-        return Dataflow([*self.calls, self._call("", result)], tuple(self._targets), frozenset(self._divisors))
+    def finish(self, result: Any, *, partly: bool = False) -> Dataflow:
+        """Dataflow of the pass. result: the loss, or with `partly` all that it may be computed from."""
+        calls = [*self.calls, self._call("", result, partly=partly)]
+        return Dataflow(calls, tuple(self._targets), frozenset(self._divisors))
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -328,9 +330,10 @@ class DataflowRecorder(TorchDispatchMode):
 
 
 def dataflow_of(
-    model: nn.Module, units: Iterable[str], inputs: Inputs, loss: Callable[[Any], Any] = lambda result: ()
+    model: nn.Module, units: Iterable[str], inputs: Inputs, loss: Callable[[Any], Any] | None = None
 ) -> Dataflow:
-    """Dataflow of a forward pass on fake tensors. model: a `twin_of` copy. loss: takes the loss from the result.
+    """Dataflow of a forward pass on fake tensors. model: a `twin_of` copy. loss: takes the loss from the result;
+    None where that is unknown.
 
     UsageError where the pass fails, or a unit reads what another one does not return.
     """
@@ -341,6 +344,9 @@ def dataflow_of(
             for leaf, each in enumerate(pytree.tree_leaves((args, {name: kwargs[name] for name in inputs[1]}))):
                 recorder.follow(leaf, each)
             result, ran = model(*args, **kwargs), True
+            if loss is None:  # all tensors of the result, also where it is no pytree
+                more = {} if isinstance(result, Tensor) else getattr(result, "__dict__", {})
+                return recorder.finish((result, more), partly=True)
             return recorder.finish(loss(result))
     except UsageError:
         raise
