@@ -34,9 +34,9 @@ class Vocabulary:
 
     def held_by(self, model: nn.Module) -> Vocabulary | None:
         """Those modules that a stage of a pipeline still has; None without any."""
-        held = set(model.modules())
-        tables = {name: table for name, table in self.tables.items() if table in held}
-        heads = {name: head for name, head in self.heads.items() if head in held}
+        held = set(model.parameters())
+        tables = {name: table for name, table in self.tables.items() if table.weight in held}
+        heads = {name: head for name, head in self.heads.items() if head.weight in held}
         return Vocabulary(self.rows, tables, heads) if tables or heads else None
 
 
