@@ -16,7 +16,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "heads": ("4", "2", "3"),
     "residual": ("pre", "post", "parallel", "sandwich", "scaled"),
     "norm": ("layer", "rms", "none", "own"),
-    "attention": ("sdpa", "none", "eager", "fused"),
+    "attention": ("none", "sdpa", "eager", "fused"),
     "keys": ("all", "half", "one"),
     "position": ("none", "rotary", "alibi", "table"),
     "mlp": ("plain", "gated", "halves", "experts", "stacked"),
@@ -87,7 +87,11 @@ class Case:
             if choice not in FACTORS.get(name, ()):
                 known = FACTORS.get(name) or tuple(FACTORS)
                 raise ValueError(f"{name}={choice}: unknown; known are {', '.join(known)}")
-        return cls(tuple((name, choices[name]) for name in FACTORS if choices.get(name, FACTORS[name][0]) != FACTORS[name][0]))
+        return cls(
+            tuple(
+                (name, choices[name]) for name in FACTORS if choices.get(name, FACTORS[name][0]) != FACTORS[name][0]
+            )
+        )
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -196,6 +200,8 @@ def _useless(case: Case) -> Iterator[str]:
         yield "loss"
     if case.staged and case["scaler"] != "none":
         yield "scaler"
+    if case.staged and case["buffer"] == "counter":
+        yield "buffer"
     if case.staged and case["hook"] == "accumulated":  # each of several micro-batches calls it
         yield "hook"
     if case["closure"] == "yes" and case["optimizer"] != "own":  # which zeroes gradients and goes backwards by itself
@@ -204,6 +210,8 @@ def _useless(case: Case) -> Iterator[str]:
         yield from ("closure", "scaler", "made_by", "groups")
     if case["experts"] == "balanced" and case["family"] != "mixtral":
         yield "experts"
+    if case["mesh"] == "dp2" and case["shards"] != "fsdp":  # refused: it names no tensor-parallel dimension
+        yield "mesh"
     if case["shards"] != "none" and case.degree("dp") == 1:
         yield "shards"
     if case["sequence_parallel"] == "yes" and case.degree("tp") == 1:
@@ -240,6 +248,8 @@ def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float =
     }
     if draw.random() < 0.75:
         chosen["family"] = "own"
+    if draw.random() < 0.75:
+        chosen["attention"] = draw.choice(FACTORS["attention"][1:])
     if draw.random() < 0.6:
         chosen["mesh"] = draw.choice([mesh for mesh in FACTORS["mesh"] if Case.of(mesh=mesh).ranks < 3])
     return settled(Case.of(**{**chosen, **(keep or {})}), keep)

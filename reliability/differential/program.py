@@ -1,283 +1,204 @@
 """Text of the program of a case: model, batches and training loop, in one process or on a rank.
 
-`train(model, replica, log)` is the loop. replica: number of the rank's replica; None for one process, which runs the
-samples of all replicas, in the same micro-batches.
+`train(model, replica, log)` is the loop. replica: number of the rank's replica; None for one process, which computes
+what all replicas do. The loss of pipeline stages is that of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from reliability.differential.case import FACTORS, Case
-from reliability.differential.model_text import WORDS, first_layer, head_of, model_text, sizes
+from reliability.differential.template import TEMPLATE
 
-STEPS = 3
 OPTIMIZERS = {
-    "sgd": "torch.optim.SGD, lr=0.1", "momentum": "torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1",
-    "adamw": "torch.optim.AdamW, lr=0.01, eps=1e-3", "single": "torch.optim.AdamW, lr=0.01, eps=1e-3, foreach=False",
-    "adafactor": "torch.optim.Adafactor, lr=0.01", "muon": "torch.optim.Muon, lr=0.01",
-    "adagrad": "torch.optim.Adagrad, lr=0.01, eps=1e-3",
+    "sgd": "SGD, lr=0.1", "momentum": "SGD, lr=0.1, momentum=0.9, weight_decay=0.1", "adamw": "AdamW, lr=0.01, eps=1e-3",
+    "single": "AdamW, lr=0.01, eps=1e-3, foreach=False", "adafactor": "Adafactor, lr=0.01", "muon": "Muon, lr=0.01",
+    "adagrad": "Adagrad, lr=0.01, eps=1e-3", "own": "SGD, lr=0.1",
 }  # fmt: skip
 """Class and options. The large eps keeps gradients that are zero but for rounding small."""
-STACK_OPTIONS = {"sub_batches": int, "sequence_parallel": bool}
+_COMMON = "hidden_size=16, num_attention_heads=4, num_hidden_layers=<n>"
+_GATED = f"{_COMMON}, intermediate_size=32, num_key_value_heads=2"
+FAMILIES = {
+    "llama": ("Llama", _GATED), "qwen2": ("Qwen2", _GATED), "qwen3": ("Qwen3", f"{_GATED}, head_dim=4"),
+    "gpt2": ("GPT2", "n_embd=16, n_layer=<n>, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0"),
+    "opt": ("OPT", f"{_COMMON}, ffn_dim=32, word_embed_proj_dim=16, dropout=0"),
+    "mixtral": ("Mixtral", f"{_GATED}, num_local_experts=4"), "phi": ("Phi", f"{_COMMON}, intermediate_size=32"),
+    "neox": ("GPTNeoX", f"{_COMMON}, intermediate_size=32"),
+    "gemma3": ("Gemma3", f"{_GATED}, head_dim=4, sliding_window=4"),
+}  # fmt: skip
+"""Class, without its end, and options of small models of transformers."""
+_MARK = re.compile(r"<(\w+)(?::((?:[^<>]|<\w+>)*))?>")
+_NORMS = {"layer": "nn.LayerNorm(<d>)", "rms": "nn.RMSNorm(<d>)", "own": "Norm()", "none": "nn.Identity()"}
+_FLAGS = (
+    "schedule",
+    "sub_batches",
+    "recompute",
+    "sequence_parallel",
+    "micro_batches",
+    "pipeline",
+    "backend",
+    "experts",
+)
+"""Factors that are options of `oases.parallelize` of the same name."""
 
 
 def program(case: Case) -> str:
     """Text of a module with `build`, `batch`, `train` and `parallel`."""
-    lines = ["import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist", "import oases"]
-    lines += ["from torch.distributed.device_mesh import init_device_mesh"]
-    lines += [*model_text(case), *_batch(case), *_parts(case), *_train(case), *_parallel(case)]
+    known, facts = values(case), facts_of(case)
+
+    def value(found: re.Match[str]) -> str:
+        name, argument = found.group(1), _MARK.sub(value, found.group(2) or "")
+        return {
+            "loss": lambda: _loss(case, argument), "losses": lambda: _losses(case, argument, "train_step"),
+            "evaluated": lambda: _losses(case, argument, "eval_step"),
+        }.get(name, lambda: known[name])()  # fmt: skip
+
+    lines = []
+    for line in _chosen(TEMPLATE.strip().splitlines(), facts):
+        pad = line[: len(line) - len(line.lstrip())]
+        if line.strip() == "<forward>":
+            lines += [pad + each for each in _forward(case)]
+            continue
+        while _MARK.search(line):
+            line = _MARK.sub(value, line)
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-def _batch(case: Case) -> Iterator[str]:
-    samples, length = case.samples, case["sequence"]
-    yield "def batch(step):"
-    yield "    g = torch.Generator().manual_seed(step)"
-    shape = f"{samples}, {length}"
-    if case["changing"] == "length":
-        shape = f"{samples}, {length} + 4 * (step % 2)"
-    elif case["changing"] == "samples":
-        shape = f"{samples} * (1 + step % 2), {length}"
-    yield f"    shape = ({shape})"
-    yield f"    ids, labels = (torch.randint({WORDS}, shape, generator=g) for _ in range(2))"
-    if case["loss"] == "ignored":
-        yield "    labels[torch.rand(shape, generator=g) < 0.3] = -100"
-    if case["loss"] == "mse":
-        yield f'    labels = torch.randn(*shape, {sizes(case)["d"]}, generator=g, dtype=torch.{case.dtype})'
-    yield '    return {"input_ids": ids, "labels": labels}'
-
-
-def _parts(case: Case) -> Iterator[str]:
+def facts_of(case: Case) -> dict[str, str]:
+    """Choices of a case, and what follows from them."""
+    found = {name: case[name] for name in FACTORS}
+    replicas, said = case.degree("dp") > 1, {True: "yes", False: "no"}
     own = case["family"] == "own"
-    yield "def cut(data, number, index):"
-    yield "    return {k: v.chunk(number)[index] for k, v in data.items()}"
-    yield "def loss_of(model, data):"
-    if case.outside:
-        yield '    y = model(input_ids=data["input_ids"])' + ("" if own else ".logits")
-        smooth = ", label_smoothing=0.1" if case["loss"] == "smooth" else ""
-        more = " + 0.1 * y.logsumexp(-1).pow(2).mean()" if case["loss"] == "z" else ""
-        yield f'    return F.cross_entropy(y.flatten(0, 1), data["labels"].flatten(){smooth}){more}'
-    else:
-        yield "    return model(**data)" + ("" if own else ".loss")
-    yield "def losses_of(model, data, replica):"
-    dp, parts = case.degree("dp"), case.micro_batches
-    if case.staged:
-        yield "    if replica is not None:"
-        yield f"        return (model.train_step if torch.is_grad_enabled() else model.eval_step)(**{_share(case)})"
-        if dp * parts == 1:
-            yield "    return loss_of(model, data)"
-        else:
-            yield f"    parts = [cut(cut(data, {dp}, r), {parts}, m) for r in range({dp}) for m in range({parts})]"
-            if case["loss"] == "ignored":
-                shifted = "" if own else "[:, 1:]"
-                yield f'    counts = [(part["labels"]{shifted} != -100).sum() for part in parts]'
-                yield "    return sum(loss_of(model, part) * n for part, n in zip(parts, counts)) / sum(counts)"
+    return found | {
+        "own": said[own], "outside": said[case.outside], "staged": said[case.staged], "replicas": said[replicas],
+        "direct": said[own and not case.outside], "cut": said[replicas or case["accumulate"] != "1"],
+    }  # fmt: skip
+
+
+def _chosen(lines: list[str], facts: Mapping[str, str]) -> Iterator[str]:
+    """Lines whose conditions hold, without these."""
+    dropped: int | None = None  # the indent of a line that is not there
+    shifts: list[int] = []  # indents of lines that are not there, but whose blocks are
+    for line in lines:
+        text, _, condition = line.partition(" #?")
+        indent = len(text) - len(text.lstrip())
+        if dropped is not None and indent > dropped:
+            continue
+        dropped = None
+        while shifts and indent <= shifts[-1]:
+            shifts.pop()
+        if not _holds(condition.lstrip("-").strip(), facts):
+            if condition.startswith("-"):
+                shifts.append(indent)
             else:
-                yield "    return sum(loss_of(model, part) for part in parts) / len(parts)"
-    elif dp == 1:
-        yield "    return loss_of(model, data)"
-    else:
-        yield "    if replica is not None:"
-        yield f"        return loss_of(model, {_share(case)})"
-        yield f"    return torch.stack([loss_of(model, cut(data, {dp}, r)) for r in range({dp})])"
+                dropped = indent
+            continue
+        yield text[4 * len(shifts) :]
 
 
-def _share(case: Case) -> str:
-    """Expression of the samples of a replica."""
-    return "data" if case.degree("dp") == 1 else f"cut(data, {case.degree('dp')}, replica)"
+def _holds(condition: str, facts: Mapping[str, str]) -> bool:
+    terms = [each.partition("=") for each in condition.split(" & ")] if condition else []
+    return all((facts[name.rstrip("!")] in choices.split(",")) != name.endswith("!") for name, _, choices in terms)
 
 
-def _optimizer(case: Case) -> Iterator[str]:
-    name = case["optimizer"]
-    if name == "own":
-        return
-    parameters = "[p for p in model.parameters() if p.requires_grad]"
-    if name == "muon":
-        parameters = "[p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2]"
-    kind, _, options = OPTIMIZERS[name].partition(", ")
-    if case["groups"] == "decay":
-        yield f"    chosen = {parameters}"
-        parameters = '[{"params": [p for p in chosen if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in chosen if p.dim() < 2]}]'
-    if case["made_by"] == "oases":
-        yield f"    parameters = {parameters}"
-        yield f"    optimizer = {kind}(parameters, {options}) if replica is None else oases.make_optimizer(model, {kind}, params=parameters, {options})"
-    else:
-        yield f"    optimizer = {kind}({parameters}, {options})"
+def values(case: Case) -> dict[str, str]:
+    """Values of the marks of the template."""
+    own, width, heads = case["family"] == "own", int(case["width"]), int(case["heads"])
+    name, options = FAMILIES.get(case["family"], ("", ""))
+    kind, _, settings = OPTIMIZERS[case["optimizer"]].partition(", ")
+    dimensions = [(part[:2], int(part[2:])) for part in case["mesh"].split(".")]
+    shape = {"no": "{}, {}", "length": "{}, {} + 4 * (step % 2)", "samples": "{} * (1 + step % 2), {}"}[
+        case["changing"]
+    ]
+    layer = {"attributes": "layer0.", "two_lists": "first.0."}.get(case["container"], "layers.0.") if own else ".0."
+    tables = {"gpt2": "wte", "opt": "embed_tokens", "neox": "embed_in"}
+    frozen = {
+        "table": tables.get(case["family"], "embed"),
+        "layer": layer,
+        "norms": "ln_" if name == "GPT2" else "norm",
+    }
+    attends = case["attention"] != "none"
+    keys = {"all": heads, "half": max(1, heads // 2), "one": 1}[case["keys"]]
+    zero = "model" if case["optimizer"] == "own" else "optimizer"
+    numbers = {"d": width, "e": width // heads, "f": 2 * width, "h": heads, "k": keys, "n": case["layers"], "v": 32}
+    return {key: str(value) for key, value in numbers.items()} | {
+        "norm": _NORMS[case["norm"]], "bias": "" if case["bias"] == "yes" else ", bias=False",
+        "norms": str({"parallel": 1, "sandwich": 2 + 2 * attends}.get(case["residual"], 1 + attends)),
+        "act": "torch.tanh" if case["act"] == "tanh" else f"F.{case['act']}", "dtype": case.dtype,
+        "config": f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}",
+        "class": f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}",
+        "options": options + (", tie_word_embeddings=True" if case["share"] == "tied" else ""),
+        "frozen": frozen.get(case["frozen"], ""), "layer": layer, "shape": shape.format(case.samples, case["sequence"]),
+        "z": str(case["loss"] == "z"), "smooth": "0.1" if case["loss"] == "smooth" else "0.0",
+        "dp": str(case.degree("dp")), "optimizer": f"torch.optim.{kind}", "settings": settings,
+        "head": ("last" if case["loss"] == "mse" else "head") if own else "embed_out" if name == "GPTNeoX" else "lm_head",
+        "zero": f"{zero}.zero_grad({'set_to_none=False' if case['zeroed'] == 'zeros' else ''})",
+        "saved": "None" if case["optimizer"] == "own" else "optimizer",
+        "mesh": str(tuple(size for _, size in dimensions)), "names": str(tuple(name for name, _ in dimensions)),
+        "inputs": '{"input_ids": batch(0)["input_ids"]}' if case.outside else "batch(0)", "parallel": _options(case),
+        "replica": 'mesh.get_local_rank("dp")' if "dp" in case["mesh"] else "0",
+    }  # fmt: skip
 
 
-def _hooks(case: Case) -> Iterator[str]:
-    hook, head = case["hook"], head_of(case)
-    if hook in ("gradient", "accumulated"):
-        yield "    for p in model.parameters():"
-        yield "        if p.requires_grad:"
-        if hook == "gradient":
-            yield "            p.register_hook(lambda g: g * 0.5)"
-        else:
-            yield "            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))"
-    elif hook == "forward":
-        yield f"    model.{head}.register_forward_hook(lambda m, args, y: y * 0.5)"
-    elif hook == "module":
-        yield f"    model.{head}.register_full_backward_hook(lambda m, given, got: (given[0] * 0.5,))"
-
-
-def _train(case: Case) -> Iterator[str]:
-    yield "def train(model, replica=None, log=lambda *_: None):"
-    yield from _optimizer(case)
-    yield from _hooks(case)
-    scaled, own = case["scaler"] != "none", case["optimizer"] == "own"
-    if scaled:
-        yield '    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)'
-    if case["edited"] == "average":
-        yield "    average = {n: p.detach().clone() for n, p in model.named_parameters()}"
-    if case["evaluated"] == "first":
-        yield from _evaluation("    ")
-    yield f"    for step in range({STEPS}):"
-    pad = "        "
-    if case["condition"] == "attribute":
-        yield f"{pad}for m in model.modules():"
-        yield f'{pad}    if hasattr(m, "gain"):'
-        yield f"{pad}        m.gain = 1.0 + step"
-    if case["frozen"] == "later":
-        yield f"{pad}for n, p in model.named_parameters():"
-        yield f'{pad}    if step == 1 and "{first_layer(case)}" in n:'
-        yield f"{pad}        p.requires_grad_(False)"
-    zero = "optimizer.zero_grad()" if case["zeroed"] == "none" else "optimizer.zero_grad(set_to_none=False)"
-    if own:
-        zero = "model.zero_grad()" if case["zeroed"] == "none" else "model.zero_grad(set_to_none=False)"
-    if case["closure"] == "yes":
-        yield f"{pad}def closure():"
-        yield f"{pad}    {zero}"
-        yield from _backward(case, pad + "    ")
-        yield f"{pad}    return loss.mean()"
-        yield f"{pad}optimizer.step(closure)"
-    else:
-        yield from _backward(case, pad)
-        if case["skipped"] == "gradient":
-            yield f"{pad}if step == 1:"
-            yield f"{pad}    {zero}"
-            yield f"{pad}    continue"
-        if scaled:
-            yield f"{pad}scaler.unscale_(optimizer)"
-        if case["clip"] == "torch":
-            yield f"{pad}torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
-        elif case["clip"] == "oases":
-            yield f"{pad}(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) if replica is None else oases.clip_grad_norm(model, 0.1))"
-        elif case["clip"] == "value":
-            yield f"{pad}torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"
-        if scaled:
-            yield f"{pad}scaler.step(optimizer)"
-            yield f"{pad}scaler.update()"
-        elif own:
-            yield f"{pad}with torch.no_grad():"
-            yield f"{pad}    for p in model.parameters():"
-            yield f"{pad}        if p.grad is not None:"
-            yield f"{pad}            p -= 0.1 * p.grad"
-        else:
-            yield f"{pad}optimizer.step()"
-        yield f"{pad}{zero}"
-    if case["edited"] == "data":
-        yield f"{pad}with torch.no_grad():"
-        yield f"{pad}    for p in model.parameters():"
-        yield f"{pad}        p.data.mul_(0.9)"
-    elif case["edited"] == "average":
-        yield f"{pad}with torch.no_grad():"
-        yield f"{pad}    for n, p in model.named_parameters():"
-        yield f"{pad}        average[n].lerp_(p.detach(), 0.5)"
-        yield f"{pad}        p.copy_(average[n])"
-    if case["saved"] != "no":
-        yield f"{pad}if step == 1:"
-        yield from _saving(case, pad + "    ")
-    yield f'{pad}log("weights", model)'
-    if case["evaluated"] == "between":
-        yield from _evaluation(pad)
-
-
-def _backward(case: Case, pad: str) -> Iterator[str]:
-    many = 1 if case["accumulate"] == "1" else 2
-    if case["skipped"] == "batch":
-        yield f"{pad}if step == 1:"
-        yield f"{pad}    continue"
-    start = pad
-    data = "batch(step)"
-    if many > 1:
-        yield f"{pad}for n in range({many}):"
-        pad += "    "
-        data = f"cut(batch(step), {many}, n)"
-    if case["accumulate"] == "no_sync":
-        yield f"{pad}with model.no_sync() if replica is not None and n == 0 and hasattr(model, 'no_sync') else torch.enable_grad():"
-        pad += "    "
-    yield f"{pad}loss = losses_of(model, {data}, replica)"
-    factor = " * (torch.inf if step == 1 else 1.0)" if case["scaler"] == "overflow" else ""
-    total = f"loss.mean(){factor}"
-    backward = f"scaler.scale({total}).backward()" if case["scaler"] != "none" else f"{total}.backward()"
-    if case.staged:
-        yield f"{pad}if replica is None:"
-        yield f"{pad}    {backward}"
-    else:
-        yield f"{pad}{backward}"
-    yield f'{start}log("loss", loss)'
-    yield f'{start}log("gradients", model)'
-
-
-def _evaluation(pad: str) -> Iterator[str]:
-    yield f"{pad}model.eval()"
-    yield f"{pad}with torch.no_grad():"
-    yield f'{pad}    log("loss", losses_of(model, batch(9), replica))'
-    yield f"{pad}model.train()"
-
-
-def _saving(case: Case, pad: str) -> Iterator[str]:
-    if case["saved"] == "oases":
-        optimizer = "None" if case["optimizer"] == "own" else "optimizer"
-        yield f"{pad}if replica is not None:"
-        yield f'{pad}    oases.save_checkpoint(__file__ + ".saved", model, {optimizer}, step=step)'
-        yield f"{pad}    with torch.no_grad():"
-        yield f"{pad}        for p in model.parameters():"
-        yield f"{pad}            p.zero_()"
-        yield f'{pad}    oases.load_checkpoint(__file__ + ".saved", model, {optimizer})'
-    else:
-        yield f"{pad}state = {{k: v.clone() for k, v in model.state_dict().items()}}"
-        yield f"{pad}with torch.no_grad():"
-        yield f"{pad}    for p in model.parameters():"
-        yield f"{pad}        p.zero_()"
-        yield f"{pad}model.load_state_dict(state)"
-        if case["optimizer"] != "own":
-            yield f"{pad}optimizer.load_state_dict(optimizer.state_dict())"
-
-
-def options_of(case: Case) -> dict[str, object]:
-    """Options of `oases.parallelize` but for mesh and spec."""
-    found: dict[str, object] = {"schedule": case["schedule"]}
-    if case["sub_batches"] != "default":
-        found["sub_batches"] = int(case["sub_batches"])
-    if case["recompute"] != "none":
-        found["recompute"] = case["recompute"] if case["recompute"] == "full" else 1
-    if case["sequence_parallel"] == "yes":
-        found["sequence_parallel"] = True
+def _options(case: Case) -> str:
+    """Options of `oases.parallelize` but for mesh and spec, as arguments."""
+    found: dict[str, object] = {name: case[name] for name in _FLAGS if case[name] not in ("default", "none", "no")}
+    found = {
+        name: True if each == "yes" else int(f"{each}") if f"{each}".isdigit() else each
+        for name, each in found.items()
+    }
+    for name, plain in (("pipeline", "one_f_one_b"), ("experts", "sharded")):
+        if found[name] == plain:
+            del found[name]
     if case["shards"] != "none":
         found[case["shards"]] = True
-    if case["micro_batches"] != "default":
-        found["micro_batches"] = case.micro_batches
-    if case["pipeline"] != FACTORS["pipeline"][0]:
-        found["pipeline"] = case["pipeline"]
-    if case["backend"] != "none":
-        found["backend"] = case["backend"]
     if case["wire"] != "none":
         found["wire_dtype"] = case["wire"]
-    if case["experts"] == "balanced":
-        found["experts"] = "balanced"
-    return found
+    return "".join(f", {name}={value!r}" for name, value in found.items())
 
 
-def _parallel(case: Case) -> Iterator[str]:
-    names = [(part[:2], int(part[2:])) for part in case["mesh"].split(".")]
-    shape, labels = tuple(size for _, size in names), tuple(name for name, _ in names)
-    options = "".join(f", {name}={value!r}" for name, value in options_of(case).items())
-    yield "def parallel(model):"
-    yield f'    mesh = init_device_mesh("cpu", {shape}, mesh_dim_names={labels})'.replace("'", '"')
-    if case["family"] == "own":
-        data = '{"input_ids": batch(0)["input_ids"]}' if case.outside else "batch(0)"
-        options = f", spec=oases.ParallelSpec(inputs=((), {data}))" + options
-    replica = 'mesh.get_local_rank("dp")' if "dp" in labels else "0"
-    yield f"    return oases.parallelize(model, mesh=mesh{options}), {replica}".replace("'", '"')
+def _forward(case: Case) -> Iterator[str]:
+    """Lines of a layer's forward."""
+    if case["buffer"] == "counter":
+        yield "self.calls += 1"
+    if case["condition"] in ("training", "length"):
+        yield f"if {'self.training' if case['condition'] == 'training' else 'x.shape[1] > 7'}:"
+        yield "    x = x * 1.5"
+    if case["condition"] == "attribute":
+        yield "x = x * self.gain"
+    if case["buffer"] in ("scale", "transient"):
+        yield "x = x * self.factor"
+    number = iter(range(4))
+
+    def normed(value: str) -> str:
+        return f"self.norms[{next(number)}]({value})" if case["norm"] != "none" else value
+
+    form, parts = case["residual"], ("attend", "mlp") if case["attention"] != "none" else ("mlp",)
+    if form == "parallel":
+        yield f"h = {normed('x')}"
+        yield f"x = x + {' + '.join(f'self.{part}(h)' for part in parts)}"
+    for part in parts if form != "parallel" else ():
+        if form == "post":
+            yield f"x = {normed(f'x + self.{part}(x)')}"
+        else:
+            inner = f"self.{part}({normed('x')})"
+            outer = {"sandwich": lambda: normed(inner), "scaled": lambda: f"self.scale * {inner}"}  # noqa: B023
+            yield f"x = x + {outer.get(form, lambda: inner)()}"  # noqa: B023
+    yield "return x, x.mean()" if case["call"] == "pair" else "return x"
+
+
+def _loss(case: Case, data: str) -> str:
+    """Expression of the loss of a batch."""
+    return f"model(**{data})" if case["family"] == "own" and not case.outside else f"loss_of(model, {data})"
+
+
+def _losses(case: Case, data: str, step: str) -> str:
+    """Expression of the loss of a batch, or of the losses of all replicas."""
+    dp = case.degree("dp")
+    if case.staged:
+        share = data if dp == 1 else f"cut({data}, {dp}, replica)"
+        return f"{_loss(case, data)} if replica is None else model.{step}(**{share})"
+    return _loss(case, data) if dp == 1 else f"losses_of(model, {data}, replica)"

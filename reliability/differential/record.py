@@ -103,7 +103,9 @@ def on_rank(path: Path, record: Record) -> None:
         pipeline.close()
 
 
-def differences(wanted: list[Event], ranks: list[list[Event]], replicas: list[int], dtype: str, whole: bool) -> list[str]:
+def differences(
+    wanted: list[Event], ranks: list[list[Event]], replicas: list[int], dtype: str, whole: bool
+) -> list[str]:
     """What differs on any rank, in words, the first event first.
 
     ranks: events of each rank. replicas: its number. dtype: of the program, half of whose digits must agree. whole:
@@ -112,6 +114,7 @@ def differences(wanted: list[Event], ranks: list[list[Event]], replicas: list[in
     bound = torch.finfo(getattr(torch, dtype)).eps ** 0.5
     found: list[tuple[int, str]] = []
     stages: list[dict[int, set[str]]] = []
+    buffers = {name for kind, value in wanted if kind == "weights" for name in value if name.startswith(BUFFER)}
     for rank, events in enumerate(ranks):
         mine = [each for each in wanted if each[0] != "state" or any(kind == "state" for kind, _ in events)]
         if whole and len(events) != len(mine):
@@ -125,12 +128,15 @@ def differences(wanted: list[Event], ranks: list[list[Event]], replicas: list[in
                 expected = right if right.dim() == 0 else right[replicas[rank]]
                 apart = _apart(value, expected, float(expected.abs()))
                 if not apart <= bound:
-                    found.append((number, f"rank {rank} event {number} loss {float(value):.9g}, not {float(expected):.9g}"))
+                    found.append(
+                        (number, f"rank {rank} event {number} loss {float(value):.9g}, not {float(expected):.9g}")
+                    )
                 continue
             named[number] = set(value)
             largest = max((_largest(each) for each in right.values()), default=0.0)
             for name, each in value.items():
-                if name.startswith(BUFFER) and (len(set(replicas)) > 1 or name not in right):
+                is_buffer = name.startswith(BUFFER) or BUFFER + name in buffers
+                if is_buffer and (len(set(replicas)) > 1 or name not in right):
                     continue
                 reason = _wrong(each, right.get(name), name in right, bound, 1e-3 * largest)
                 if reason:
@@ -138,7 +144,9 @@ def differences(wanted: list[Event], ranks: list[list[Event]], replicas: list[in
         stages.append(named)
     for number in stages[0] if whole else ():
         kind, right = wanted[number]
-        missing = {n for n in right if not n.startswith(BUFFER)} - set().union(*(each.get(number, set()) for each in stages))
+        missing = {n for n in right if not n.startswith(BUFFER)} - set().union(
+            *(each.get(number, set()) for each in stages)
+        )
         if missing:
             found.append((number, f"event {number} {kind}: no rank has {', '.join(sorted(missing)[:3])}"))
     return [text for _, text in sorted(found, key=lambda each: each[0])]
@@ -153,7 +161,11 @@ def _wrong(value: Tensor | None, right: Tensor | None, known: bool, bound: float
         return "one process has no such name"
     if right is None or value is None:
         zeros = [each for each in (value, right) if each is not None and bool(each.any())]
-        return f"{'none' if value is None else 'a tensor'} in place of {'none' if right is None else 'a tensor'}" if zeros else ""
+        return (
+            f"{'none' if value is None else 'a tensor'} in place of {'none' if right is None else 'a tensor'}"
+            if zeros
+            else ""
+        )
     if value.shape != right.shape:
         return f"shape {tuple(value.shape)}, not {tuple(right.shape)}"
     apart = _apart(value, right, max(_largest(right), floor))

@@ -6,7 +6,6 @@ import faulthandler
 import linecache
 import os
 import pickle
-import re
 import shutil
 import threading
 import time
@@ -34,24 +33,27 @@ LIMIT_SECONDS = 60.0
 """Time for a case on ranks; then it hangs."""
 AFTER_ERROR_SECONDS = 10.0
 """Time for the other ranks once one has an error."""
-PRELOADED = ["torch.export._trace", "torch._export.non_strict_utils", "oases.autotp.parallelization", __name__]
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "phi", "gpt_neox", "gemma3")
+PRELOADED = [
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
+    "torch._inductor",
+    "torch.export._trace",
+    "torch._export.non_strict_utils",
+    "oases.autotp.parallelization",
+    __name__,
+]
 fork_server.MODULES += [each for each in PRELOADED if each not in fork_server.MODULES]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Verdict of a case. why: an error, or the first differences, in words. kind: the same for like reasons."""
+    """Verdict of a case. why: an error, or the first differences, in words."""
 
     case: Case
     verdict: str
     why: str = ""
     seconds: float = 0.0
     details: list[str] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        """Reason without numbers, names and values."""
-        return re.sub(r"[\d.]+(e-?\d+)?|'[^']*'|\"[^\"]*\"", "#", self.why)[:110]
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as plain values."""
@@ -95,7 +97,9 @@ class Ranks:
             with quiet():
                 wanted = record.reference(path)
         except Exception as error:
-            return Outcome(case, VOID, f"in one process: {type(error).__name__}: {error}", details=[traceback.format_exc()])
+            return Outcome(
+                case, VOID, f"in one process: {type(error).__name__}: {error}", details=[traceback.format_exc()]
+            )
         if case.ranks not in self._pools:
             self._pools[case.ranks] = RankPool(case.ranks)
         try:
@@ -188,7 +192,12 @@ def verdict_of(case: Case, wanted: list[record.Event], results: list[Any]) -> Ou
         died = "the process died" in results
         return Outcome(case, CRASH if died else HANG, "a rank died" if died else "ranks wait", details=details)
     if len(errors) < case.ranks:
-        return Outcome(case, HANG if len(ended) < case.ranks else CRASH, f"refused on {len(errors)} of {case.ranks} ranks alone: {errors[0][1]}", details=details)
+        return Outcome(
+            case,
+            HANG if len(ended) < case.ranks else CRASH,
+            f"refused on {len(errors)} of {case.ranks} ranks alone: {errors[0][1]}",
+            details=details,
+        )
     return Outcome(case, REFUSED, errors[0][1])
 
 
