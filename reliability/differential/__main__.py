@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from oases.terminal import console
 from reliability import mutations
@@ -111,14 +110,12 @@ def tell(name: str, outcome: Outcome) -> None:
 
 def reduce(name: str, outcome: Outcome, ranks: Ranks, folder: Path) -> None:
     """Write the program of the smallest case with the same verdict, and the same kind of error."""
-    alike: Any = (
-        lambda case: (
-            (again := ranks.judge(case, sure=False)).verdict == outcome.verdict
-            and (  # noqa: E731
-                outcome.verdict != "crash" or kind_of(again.why)[:40] == kind_of(outcome.why)[:40]
-            )
-        )
-    )
+
+    def alike(case: Case) -> bool:
+        again = ranks.judge(case, sure=False)
+        same = outcome.verdict != "crash" or kind_of(again.why)[:40] == kind_of(outcome.why)[:40]
+        return again.verdict == outcome.verdict and same
+
     small = shrunk(outcome.case, alike)
     path = folder / f"{name.replace(' ', '-')}.py"
     path.write_text(standalone(small), encoding="utf-8")

@@ -238,7 +238,7 @@ def settled(case: Case, keep: Mapping[str, str] | None = None) -> Case | None:
     return case
 
 
-def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float = 0.7) -> Case | None:
+def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float = 0.55) -> Case | None:
     """Draw the case of a seed. keep: choices that it has; None where it cannot. plain: share of plain choices."""
     draw = random.Random(f"{seed}")
     some = plain + (1 - plain) * draw.random() * 0.6
