@@ -16,10 +16,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "heads": ("4", "2", "3"),
     "residual": ("pre", "post", "parallel", "sandwich", "scaled"),
     "norm": ("layer", "rms", "none", "own"),
-    "attention": ("none", "sdpa", "eager", "fused"),
+    "attention": ("none", "sdpa", "eager", "fused", "module"),
     "keys": ("all", "half", "one"),
     "position": ("none", "rotary", "alibi", "table"),
-    "mlp": ("plain", "gated", "halves", "experts", "stacked"),
+    "mlp": ("plain", "gated", "halves", "experts", "stacked", "normed"),
     "act": ("gelu", "relu", "silu", "tanh"),
     "bias": ("yes", "no"),
     "share": ("none", "mlp", "layer", "norm", "tied"),
@@ -27,9 +27,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "buffer": ("none", "scale", "counter", "transient"),
     "condition": ("none", "index", "training", "length", "attribute"),
     "container": ("list", "sequential", "dict", "attributes", "two_lists"),
-    "call": ("plain", "keyword", "pair", "skip", "twice", "collected"),
+    "call": ("plain", "keyword", "pair", "skip", "twice", "collected", "mask", "table", "checkpoint"),
     "head": ("linear", "bias", "mlp"),
-    "loss": ("cross", "ignored", "outside", "mse", "auxiliary", "smooth", "z"),
+    "loss": ("cross", "ignored", "outside", "mse", "auxiliary", "smooth", "z", "chunked"),
     "type": ("float64", "float32"),
     "sequence": ("6", "8", "5", "12"),
     "samples": ("8", "4", "12"),
@@ -46,10 +46,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "skipped": ("no", "batch", "gradient"),
     "evaluated": ("no", "between", "first"),
     "saved": ("no", "oases", "state"),
-    "frozen": ("none", "table", "layer", "norms", "later"),
+    "frozen": ("none", "table", "layer", "norms", "later", "thawed"),
     "adapter": ("none", "own", "wrapped"),
     "zeroed": ("none", "zeros"),
-    "edited": ("no", "data", "average"),
+    "edited": ("no", "data", "average", "row"),
+    "passes": ("one", "two", "peek", "noise"),
     # The ranks, and the options of oases.parallelize.
     "mesh": ("tp2", "pp2", "dp2", "dp2.tp2", "pp2.tp2", "pp2.dp2", "tp1", "tp4", "pp3", "pp1.tp2", "dp2.tp1", "pp1.dp2.tp2"),
     "schedule": ("oases", "sync", "auto", "layers", "fine_grained", "cross_pass", "sub_pipelined_1", "sub_pipelined_2"),
@@ -63,7 +64,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "zb_v",
     ),
     "backend": ("none", "staged"),
-    "wire": ("none", "float64"),
+    "wire": ("none", "torch.float64"),
     "experts": ("sharded", "balanced"),
 }  # fmt: skip
 """Choices of each factor."""
@@ -164,12 +165,22 @@ def _useless(case: Case) -> Iterator[str]:
     if case["family"] != "own":
         yield from OWN
         yield from ("head", "adapter")
-        if case["loss"] in ("mse", "auxiliary"):
+        if case["loss"] in ("mse", "auxiliary", "chunked"):
             yield "loss"
     if case["attention"] == "none":
         yield from NO_HEADS
-    if case["attention"] == "fused" or case["heads"] == "3":
+    if case["attention"] in ("fused", "module") or case["heads"] == "3":
         yield "keys"
+    if case["attention"] == "module" and case["position"] in ("rotary", "alibi"):
+        yield "position"
+    if case["share"] == "mlp" and case["mlp"] == "normed":
+        yield "share"
+    if case["passes"] != "one" and (case.staged or (case["passes"] == "noise" and case.degree("dp") > 1)):
+        yield "passes"
+    if case["frozen"] == "thawed" and (case["optimizer"] == "own" or case["adapter"] == "wrapped"):
+        yield "frozen"
+    if case["adapter"] != "none" and case["mlp"] in ("experts", "stacked", "normed"):
+        yield "adapter"
     if case["heads"] == "3" and case["width"] != "24":
         yield "heads"
     if case["keys"] == "half" and case["heads"] == "3":

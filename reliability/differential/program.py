@@ -119,6 +119,7 @@ def values(case: Case) -> dict[str, str]:
         "table": tables.get(case["family"], "embed"),
         "layer": layer,
         "norms": "ln_" if name == "GPT2" else "norm",
+        "thawed": layer,
     }
     attends = case["attention"] != "none"
     keys = {"all": heads, "half": max(1, heads // 2), "one": 1}[case["keys"]]
@@ -157,7 +158,8 @@ def _options(case: Case) -> str:
         found[case["shards"]] = True
     if case["wire"] != "none":
         found["wire_dtype"] = case["wire"]
-    return "".join(f", {name}={value!r}" for name, value in found.items())
+    written = {name: value if name == "wire_dtype" else repr(value) for name, value in found.items()}
+    return "".join(f", {name}={value}" for name, value in written.items())
 
 
 def _forward(case: Case) -> Iterator[str]:
@@ -168,7 +170,7 @@ def _forward(case: Case) -> Iterator[str]:
         yield f"if {'self.training' if case['condition'] == 'training' else 'x.shape[1] > 7'}:"
         yield "    x = x * 1.5"
     if case["condition"] == "attribute":
-        yield "x = x * self.gain"
+        yield "x = x * self.volume"
     if case["buffer"] in ("scale", "transient"):
         yield "x = x * self.factor"
     number = iter(range(4))

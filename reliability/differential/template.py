@@ -6,6 +6,7 @@ block below it. After `#?-` the block stays without the line. `<name>` stands fo
 
 TEMPLATE = """
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
+from torch.utils.checkpoint import checkpoint #? call=checkpoint
 import oases
 from torch.distributed.device_mesh import init_device_mesh
 class Norm(nn.Module): #? norm=own & own=yes
@@ -29,12 +30,15 @@ class Layer(nn.Module): #? own=yes
     def __init__(self, i):
         super().__init__()
         self.i = i #? condition=index
-        self.gain = 1.0 #? condition=attribute
+        self.volume = 1.0 #? condition=attribute
         self.norms = nn.ModuleList(<norm> for _ in range(<norms>)) #? norm!=none
         self.qkv, self.o = nn.Linear(<d>, 3 * <d><bias>), nn.Linear(<d>, <d><bias>) #? attention=fused
         self.q, self.o = nn.Linear(<d>, <d><bias>), nn.Linear(<d>, <d><bias>) #? attention=sdpa,eager
         self.k, self.v = nn.Linear(<d>, <k> * <e><bias>), nn.Linear(<d>, <k> * <e><bias>) #? attention=sdpa,eager
+        self.inner = nn.MultiheadAttention(<d>, <h><bias>, batch_first=True) #? attention=module
         self.up, self.down = nn.Linear(<d>, <f><bias>), nn.Linear(<f>, <d><bias>) #? mlp=plain,gated
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(<d>, <f><bias>)) #? mlp=normed
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(<f>, <d><bias>)) #? mlp=normed
         self.gate = nn.Linear(<d>, <f><bias>) #? mlp=gated
         self.up, self.down = nn.Linear(<d>, 2 * <f><bias>), nn.Linear(<f>, <d><bias>) #? mlp=halves
         self.router = nn.Linear(<d>, 4, bias=False) #? mlp=experts,stacked
@@ -53,22 +57,23 @@ class Layer(nn.Module): #? own=yes
             return x
         b, s, _ = x.shape
         q, k, v = self.qkv(x).view(b, s, 3, -1, <e>).permute(2, 0, 3, 1, 4) #? attention=fused
-        q, k, v = (f(x).view(b, s, -1, <e>).transpose(1, 2) for f in (self.q, self.k, self.v)) #? attention!=fused
+        q, k, v = (f(x).view(b, s, -1, <e>).transpose(1, 2) for f in (self.q, self.k, self.v)) #? attention=sdpa,eager
         q, k = turned(q), turned(k) #? position=rotary
         k, v = (t.repeat_interleave(<h> // <k>, 1) for t in (k, v)) #? keys!=all
-        later = torch.ones(s, s, dtype=torch.bool).triu(1) #? attention=eager
-        later = torch.ones(s, s, dtype=torch.bool).triu(1) #? attention!=eager & position=alibi
+        later = torch.ones(s, s, dtype=torch.bool).triu(1) #? attention=eager,module
+        return self.inner(x, x, x, attn_mask=later, need_weights=False)[0] #? attention=module
+        later = torch.ones(s, s, dtype=torch.bool).triu(1) #? attention!=eager,module & position=alibi
         slopes = torch.tensor([2.0**-n for n in range(<h>)], dtype=x.dtype)[:, None, None] #? position=alibi
         bias = (torch.arange(s)[None] - torch.arange(s)[:, None]) * slopes #? position=alibi
         w = q @ k.transpose(-1, -2) / <e>**0.5 #? attention=eager
         w = w + bias #? attention=eager & position=alibi
         y = w.masked_fill(later, -torch.inf).softmax(-1) @ v #? attention=eager
-        mask = bias.masked_fill(later, -torch.inf) #? attention!=eager & position=alibi
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask) #? attention!=eager & position=alibi
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) #? attention!=eager & position!=alibi
-        return self.o(y.transpose(1, 2).flatten(2))
+        mask = bias.masked_fill(later, -torch.inf) #? attention!=eager,module & position=alibi
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask) #? attention!=eager,module & position=alibi
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) #? attention!=eager,module & position!=alibi
+        return self.o(y.transpose(1, 2).flatten(2)) #? attention!=module
     def mlp(self, x):
-        return self.down(<act>(self.up(x))) #? mlp=plain
+        return self.down(<act>(self.up(x))) #? mlp=plain,normed
         return self.down(<act>(self.gate(x)) * self.up(x)) #? mlp=gated
         a, b = self.up(x).chunk(2, -1) #? mlp=halves
         return self.down(<act>(a) * b) #? mlp=halves
@@ -77,10 +82,16 @@ class Layer(nn.Module): #? own=yes
         return sum((p * (e == j)).sum(-1, keepdim=True) * y for j, y in enumerate(parts)) #? mlp=experts
         y = <act>(torch.einsum("bsd,edf->bsef", x, self.up)) #? mlp=stacked
         return (self.router(x).softmax(-1)[..., None] * torch.einsum("bsef,efd->bsed", y, self.down)).sum(2) #? mlp=stacked
-    def forward(self, x): #? call!=keyword
+    def forward(self, x): #? call!=keyword,mask,table
         <forward>
     def forward(self, x, shift=0.0): #? call=keyword
         x = x + shift
+        <forward>
+    def forward(self, x, mask): #? call=mask
+        x = x * mask[..., None]
+        <forward>
+    def forward(self, x, table): #? call=table
+        x = x + table
         <forward>
 class Net(nn.Module): #? own=yes
     def __init__(self):
@@ -105,6 +116,7 @@ class Net(nn.Module): #? own=yes
         self.head.weight = self.embed.weight #? share=tied
     def forward(self, input_ids, labels=None):
         x = self.embed(input_ids)
+        x = F.dropout(x, 0.2, self.training) #? passes=noise
         x = x + self.place(torch.arange(input_ids.shape[1])) #? position=table
         kept = [x] #? call=skip,collected
         layers = self.layers #? container=list,sequential
@@ -115,14 +127,19 @@ class Net(nn.Module): #? own=yes
         for _ in range(2): #?- call=twice
             x = layers(x) #? container=sequential
             for layer in layers: #? container!=sequential
-                x = layer(x) #? call!=keyword,pair
+                x = layer(x) #? call=plain,skip,twice,collected
+                x = layer(x, (input_ids > 3).to(x.dtype)) #? call=mask
+                x = layer(x, torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None] / x.shape[2]) #? call=table
+                x = checkpoint(layer, x, use_reentrant=False) #? call=checkpoint
                 x = layer(x, shift=0.1) #? call=keyword
                 x = layer(x)[0] #? call=pair
                 kept.append(x) #? call=collected
         x = x + kept[0] #? call=skip
         x = x + 0.5 * kept[1] #? call=collected
+        parts = zip(x.chunk(2, 1), labels.chunk(2, 1)) #? loss=chunked
+        return sum(F.cross_entropy(self.head(self.last(h)).flatten(0, 1), l.flatten(), reduction="sum") for h, l in parts) / labels.numel() #? loss=chunked
         return F.mse_loss(self.last(x), labels) #? loss=mse
-        y = self.head(self.last(x)) #? loss!=mse
+        y = self.head(self.last(x)) #? loss!=mse,chunked
         return y #? loss=outside
         return F.cross_entropy(y.flatten(0, 1), labels.flatten()) #? loss=cross,ignored
         return F.cross_entropy(y.flatten(0, 1), labels.flatten(), label_smoothing=0.1) #? loss=smooth
@@ -135,7 +152,7 @@ def build():
     model = <class>(<config>(vocab_size=<v>, <options>)).to(torch.<dtype>) #? own=no
     [p.data.add_(torch.randn_like(p) * 0.05) for p in model.parameters()]
     [p.requires_grad_("lora" in n) for n, p in model.named_parameters()] #? adapter=wrapped
-    [p.requires_grad_(False) for n, p in model.named_parameters() if "<frozen>" in n] #? frozen=table,layer,norms
+    [p.requires_grad_(False) for n, p in model.named_parameters() if "<frozen>" in n] #? frozen=table,layer,norms,thawed
     return model
 def batch(step):
     g = torch.Generator().manual_seed(step)
@@ -174,17 +191,25 @@ def train(model, replica=None, log=lambda *_: None):
         log("loss", <evaluated:batch(9)>)
     model.train() #? evaluated=first
     for step in range(3):
-        [setattr(m, "gain", 1.0 + step) for m in model.modules() if hasattr(m, "gain")] #? condition=attribute
+        [setattr(m, "volume", 1.0 + step) for m in model.modules() if hasattr(m, "volume")] #? condition=attribute
         if step == 1: #? frozen=later
             [p.requires_grad_(False) for n, p in model.named_parameters() if "<layer>" in n]
+        if step == 1: #? frozen=thawed
+            thawed = [p for n, p in model.named_parameters() if "<layer>" in n]
+            [p.requires_grad_(True) for p in thawed]
+            optimizer.add_param_group({"params": thawed}) if thawed else None
+        torch.manual_seed(step) #? passes=noise
         def closure(): #?- closure=yes
             <zero> #? closure=yes
             if step == 1: #? skipped=batch
                 continue
             for n in range(2): #?- accumulate!=1
                 with model.no_sync() if replica is not None and n == 0 and hasattr(model, "no_sync") else torch.enable_grad(): #?- accumulate=no_sync
+                    with torch.no_grad(): #? passes=peek
+                        log("loss", <losses:batch(8)>)
                     loss = <losses:batch(step)> #? accumulate=1
                     loss = <losses:cut(batch(step), 2, n)> #? accumulate!=1
+                    loss = loss + <losses:batch(7)> #? passes=two
                     total = loss.mean() * (torch.inf if step == 1 else 1.0) #? scaler=overflow
                     scaler.scale(total).backward() #? scaler=overflow
                     scaler.scale(loss.mean()).backward() #? scaler=yes
@@ -209,6 +234,7 @@ def train(model, replica=None, log=lambda *_: None):
             [p.sub_(0.1 * p.grad) for p in model.parameters() if p.grad is not None]
         <zero> #? closure=no
         [p.data.mul_(0.9) for p in model.parameters()] #? edited=data
+        [p.data[0].zero_() for p in model.parameters()] #? edited=row
         with torch.no_grad(): #? edited=average
             for n, p in model.named_parameters():
                 p.copy_(average[n].lerp_(p.detach(), 0.5))
