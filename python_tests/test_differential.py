@@ -61,15 +61,15 @@ def test_half_of_the_digits_must_agree():
 
     def found(value, b=None, dtype="float64"):
         events = [("loss", torch.tensor(1.0)), ("gradients", {"a": value, "b": b}), ("weights", {"a": weight})]
-        return record.differences(wanted, [wanted, events], [0, 0], dtype, True)
+        return record.differences(wanted, [wanted, events], [0, 0], dtype)
 
     assert found(weight + 1e-9) == found(weight, torch.zeros(1)) == found(weight + 1e-4, dtype="float32") == []
     assert found(weight + 1e-6) == ["rank 1 event 1 gradients a: differs by 5e-07 of its largest value"]
     assert found(weight, torch.ones(1)) == ["rank 1 event 1 gradients b: a tensor in place of none"]
     assert found(weight[:1]) == ["rank 1 event 1 gradients a: shape (1,), not (2,)"]
     assert found(weight * torch.nan) == ["rank 1 event 1 gradients a: differs by inf of its largest value"]
-    assert record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64", False) == []
-    assert len(record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64", True)) == 2
+    assert record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64", whole=False) == []
+    assert len(record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64")) == 2
 
 
 FAULTS = {

@@ -104,8 +104,8 @@ def run(cases: Iterator[tuple[str, Case]], options: argparse.Namespace) -> list[
 def tell(name: str, outcome: Outcome) -> None:
     """Print a verdict with its details."""
     console.print(f"{name}: {outcome.verdict}: {outcome.why}\n  {outcome.case}", markup=False, highlight=False)
-    for each in outcome.details:
-        console.print("  " + each[-1500:].replace("\n", "\n  "), markup=False, highlight=False)
+    for each in outcome.details[:4]:
+        console.print("  " + each[-900:].replace("\n", "\n  "), markup=False, highlight=False)
 
 
 def reduce(name: str, outcome: Outcome, ranks: Ranks, folder: Path) -> None:

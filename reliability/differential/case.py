@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 FACTORS: dict[str, tuple[str, ...]] = {
     # The model. Of each factor the first choice is the plain one, to which cases are reduced.
@@ -101,7 +102,11 @@ class Case:
         return cls.of(**pairs)
 
     def __getitem__(self, name: str) -> str:
-        return dict(self.choices).get(name, FACTORS[name][0])
+        return self._known[name]
+
+    @cached_property
+    def _known(self) -> dict[str, str]:
+        return {name: choices[0] for name, choices in FACTORS.items()} | dict(self.choices)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={choice}" for name, choice in self.choices)
@@ -116,7 +121,7 @@ class Case:
 
     def pairs(self) -> set[tuple[tuple[str, str], tuple[str, str]]]:
         """Pairs of choices of two factors, plain ones among them."""
-        return set(itertools.combinations([(name, self[name]) for name in FACTORS], 2))
+        return set(itertools.combinations(self._known.items(), 2))
 
     def degree(self, dimension: str) -> int:
         """Ranks along "pp", "dp" or "tp"."""
@@ -223,6 +228,18 @@ def _useless(case: Case) -> Iterator[str]:
         yield "experts"
     if case["mesh"] == "dp2" and case["shards"] != "fsdp":  # refused: it names no tensor-parallel dimension
         yield "mesh"
+    # What is always refused, and would hide all else.
+    parts = case.degree("pp") * (2 if case["pipeline"] in ("interleaved", "zb_v") else 1)
+    if parts > int(case["layers"]):
+        yield "pipeline" if parts > case.degree("pp") else "mesh"
+    if case["backend"] == "staged" and case.staged:
+        yield "backend"
+    if case["sequence_parallel"] == "yes" and (
+        case["schedule"] == "layers" or int(case["sequence"]) % case.degree("tp") or case["call"] == "twice"
+    ):
+        yield "sequence_parallel"
+    if case["shards"] == "zero" and not case.staged and (case["made_by"] != "oases" or case["scaler"] != "none"):
+        yield "shards"
     if case["shards"] != "none" and case.degree("dp") == 1:
         yield "shards"
     if case["sequence_parallel"] == "yes" and case.degree("tp") == 1:
@@ -261,7 +278,7 @@ def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float =
         chosen["family"] = "own"
     if draw.random() < 0.75:
         chosen["attention"] = draw.choice(FACTORS["attention"][1:])
-    if draw.random() < 0.6:
+    if draw.random() < 0.8:
         chosen["mesh"] = draw.choice([mesh for mesh in FACTORS["mesh"] if Case.of(mesh=mesh).ranks < 3])
     return settled(Case.of(**{**chosen, **(keep or {})}), keep)
 
