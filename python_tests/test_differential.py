@@ -8,7 +8,8 @@ import torch
 
 from reliability.differential import record, runs
 from reliability.differential.__main__ import main
-from reliability.differential.case import FACTORS, Case, case_of, covering, drawn
+from reliability.differential.case import Case, case_of, covering, drawn
+from reliability.differential.factors import FACTORS
 from reliability.differential.program import program
 from reliability.differential.report import covered, page, summary
 from reliability.differential.shrink import compact, shrunk, standalone

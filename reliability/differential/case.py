@@ -1,79 +1,18 @@
-"""Training programs as data: factors with choices, random cases, and few cases that hold every pair of choices."""
+"""Training programs as data: random cases, and few cases that hold every pair of choices."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-FACTORS: dict[str, tuple[str, ...]] = {
-    # The model. Of each factor the first choice is the plain one, to which cases are reduced.
-    "family": ("own", "llama", "qwen2", "gpt2", "opt", "mixtral", "qwen3", "phi", "neox", "gemma3"),
-    "layers": ("2", "4", "3"),
-    "width": ("16", "24", "8"),
-    "heads": ("4", "2", "3"),
-    "residual": ("pre", "post", "parallel", "sandwich", "scaled"),
-    "norm": ("layer", "rms", "none", "own"),
-    "attention": ("none", "sdpa", "eager", "fused", "module"),
-    "keys": ("all", "half", "one"),
-    "position": ("none", "rotary", "alibi", "table"),
-    "mlp": ("plain", "gated", "halves", "experts", "stacked", "normed"),
-    "act": ("gelu", "relu", "silu", "tanh"),
-    "bias": ("yes", "no"),
-    "share": ("none", "mlp", "layer", "norm", "tied"),
-    "unused": ("none", "parameter", "layer", "module"),
-    "buffer": ("none", "scale", "counter", "transient"),
-    "condition": ("none", "index", "training", "length", "attribute"),
-    "container": ("list", "sequential", "dict", "attributes", "two_lists"),
-    "call": ("plain", "keyword", "pair", "skip", "twice", "collected", "mask", "table", "checkpoint"),
-    "head": ("linear", "bias", "mlp"),
-    "loss": ("cross", "ignored", "outside", "mse", "auxiliary", "smooth", "z", "chunked"),
-    "type": ("float64", "float32"),
-    "sequence": ("6", "8", "5", "12"),
-    "samples": ("8", "4", "12"),
-    "changing": ("no", "length", "samples"),
-    # The loop.
-    "optimizer": ("sgd", "momentum", "adamw", "single", "adafactor", "muon", "adagrad", "own"),
-    "made_by": ("torch", "oases"),
-    "groups": ("one", "decay"),
-    "accumulate": ("1", "2", "no_sync"),
-    "hook": ("none", "gradient", "accumulated", "forward", "module"),
-    "closure": ("no", "yes"),
-    "clip": ("none", "torch", "oases", "value"),
-    "scaler": ("none", "yes", "overflow"),
-    "skipped": ("no", "batch", "gradient"),
-    "evaluated": ("no", "between", "first"),
-    "saved": ("no", "oases", "state"),
-    "frozen": ("none", "table", "layer", "norms", "later", "thawed"),
-    "adapter": ("none", "own", "wrapped"),
-    "zeroed": ("none", "zeros"),
-    "edited": ("no", "data", "average", "row"),
-    "passes": ("one", "two", "peek", "noise"),
-    # The ranks, and the options of oases.parallelize.
-    "mesh": ("tp2", "pp2", "dp2", "dp2.tp2", "pp2.tp2", "pp2.dp2", "tp1", "tp4", "pp3", "pp1.tp2", "dp2.tp1", "pp1.dp2.tp2"),
-    "schedule": ("oases", "sync", "auto", "layers", "fine_grained", "cross_pass", "sub_pipelined_1", "sub_pipelined_2"),
-    "sub_batches": ("default", "1", "2", "4"),
-    "recompute": ("none", "full", "1"),
-    "sequence_parallel": ("no", "yes"),
-    "shards": ("none", "zero", "fsdp"),
-    "micro_batches": ("default", "1", "2", "4"),
-    "pipeline": (
-        "one_f_one_b", "gpipe", "pre_recompute", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1",
-        "zb_v",
-    ),
-    "backend": ("none", "staged"),
-    "wire": ("none", "torch.float64"),
-    "experts": ("sharded", "balanced"),
-}  # fmt: skip
-"""Choices of each factor."""
+from reliability.differential.factors import FACTORS, PLAIN, USELESS, holds
+
 ALWAYS_DRAWN = ("mesh", "schedule", "layers")
 """Factors of which random cases draw any choice; the plain one of others is likelier."""
-OWN = tuple(itertools.takewhile(lambda name: name != "head", FACTORS))[3:]
-"""Factors of models that are not from transformers."""
-NO_HEADS = ("keys", "position", "heads")
 
 
 @dataclass(frozen=True)
@@ -89,11 +28,7 @@ class Case:
             if choice not in FACTORS.get(name, ()):
                 known = FACTORS.get(name) or tuple(FACTORS)
                 raise ValueError(f"{name}={choice}: unknown; known are {', '.join(known)}")
-        return cls(
-            tuple(
-                (name, choices[name]) for name in FACTORS if choices.get(name, FACTORS[name][0]) != FACTORS[name][0]
-            )
-        )
+        return cls(tuple((name, choices[name]) for name in FACTORS if choices.get(name, PLAIN[name]) != PLAIN[name]))
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -106,7 +41,7 @@ class Case:
 
     @cached_property
     def _known(self) -> dict[str, str]:
-        return {name: choices[0] for name, choices in FACTORS.items()} | dict(self.choices)
+        return PLAIN | dict(self.choices)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={choice}" for name, choice in self.choices)
@@ -159,111 +94,38 @@ class Case:
         """Whether the loss is computed from the model's result."""
         return self["loss"] == "outside" or (self["family"] != "own" and self["loss"] in ("smooth", "z"))
 
+    def facts(self) -> dict[str, str]:
+        """Choices, and what follows from them: what conditions are on."""
+        parts = self.degree("pp") * (2 if self["pipeline"] in ("interleaved", "zb_v") else 1)
+        own, replicas = self["family"] == "own", self.degree("dp") > 1
+        flags = {
+            "own": own, "outside": self.outside, "staged": self.staged, "replicas": replicas,
+            "direct": own and not self.outside, "cut": replicas or self["accumulate"] != "1",
+            "deep": parts <= int(self["layers"]), "even": int(self["sequence"]) % self.degree("tp") == 0,
+        }  # fmt: skip
+        numbers = {"stages": f"{self.degree('pp')}", "tensor": f"{self.degree('tp')}"}
+        return self._known | numbers | {name: "yes" if each else "no" for name, each in flags.items()}
+
     @property
     def precision(self) -> str:
         """Type whose digits can be compared: transformers computes its losses in float32."""
         return self.dtype if self["family"] == "own" or self.outside else "float32"
 
 
-def _useless(case: Case) -> Iterator[str]:
-    """Factors whose choice has no effect, or no meaning, beside others: they become plain."""
-    if case["family"] != "own":
-        yield from OWN
-        yield from ("head", "adapter")
-        if case["loss"] in ("mse", "auxiliary", "chunked"):
-            yield "loss"
-    if case["attention"] == "none":
-        yield from NO_HEADS
-    if case["attention"] in ("fused", "module") or case["heads"] == "3":
-        yield "keys"
-    if case["attention"] == "module" and case["position"] in ("rotary", "alibi"):
-        yield "position"
-    if case["share"] == "mlp" and case["mlp"] == "normed":
-        yield "share"
-    if case["passes"] != "one" and (case.staged or (case["passes"] == "noise" and case.degree("dp") > 1)):
-        yield "passes"
-    if case["frozen"] == "thawed" and (case["optimizer"] == "own" or case["adapter"] == "wrapped"):
-        yield "frozen"
-    if case["adapter"] != "none" and case["mlp"] in ("experts", "stacked", "normed"):
-        yield "adapter"
-    if case["heads"] == "3" and case["width"] != "24":
-        yield "heads"
-    if case["keys"] == "half" and case["heads"] == "3":
-        yield "keys"
-    if case["share"] == "mlp" and case["mlp"] in ("experts", "stacked"):
-        yield "share"
-    if case["share"] == "norm" and case["norm"] == "none":
-        yield "share"
-    if case["share"] == "tied" and case["head"] != "linear":
-        yield "head"
-    if case["loss"] == "mse":
-        yield "head"
-        if case["share"] == "tied":
-            yield "share"
-    if case["container"] == "sequential" and case["call"] != "plain":
-        yield "call"
-    if case["condition"] == "index" and case["attention"] == "none":
-        yield "condition"
-    if case["frozen"] == "norms" and case["norm"] == "none":
-        yield "frozen"
-    if case["micro_batches"] != "default" and not case.staged:
-        yield "micro_batches"
-    if case["pipeline"] != "one_f_one_b" and case.degree("pp") == 1:
-        yield "pipeline"
-    if case["accumulate"] == "no_sync" and case.staged:
-        yield "accumulate"
-    if case.staged and case.outside:
-        yield "loss"
-    if case.staged and case["scaler"] != "none":
-        yield "scaler"
-    if case.staged and case["buffer"] == "counter":
-        yield "buffer"
-    if case.staged and case["hook"] == "accumulated":  # each of several micro-batches calls it
-        yield "hook"
-    if case["closure"] == "yes" and case["optimizer"] != "own":  # which zeroes gradients and goes backwards by itself
-        yield from ("scaler", "clip", "accumulate", "skipped")
-    if case["optimizer"] == "own":
-        yield from ("closure", "scaler", "made_by", "groups")
-    if case["experts"] == "balanced" and case["family"] != "mixtral":
-        yield "experts"
-    if case["mesh"] == "dp2" and case["shards"] != "fsdp":  # refused: it names no tensor-parallel dimension
-        yield "mesh"
-    # What is always refused, and would hide all else.
-    parts = case.degree("pp") * (2 if case["pipeline"] in ("interleaved", "zb_v") else 1)
-    if parts > int(case["layers"]):
-        yield "pipeline" if parts > case.degree("pp") else "mesh"
-    if case["backend"] == "staged" and case.staged:
-        yield "backend"
-    if case["sequence_parallel"] == "yes" and (
-        case["schedule"] == "layers" or int(case["sequence"]) % case.degree("tp") or case["call"] == "twice"
-    ):
-        yield "sequence_parallel"
-    if case["shards"] == "zero" and not case.staged and (case["made_by"] != "oases" or case["scaler"] != "none"):
-        yield "shards"
-    if case["shards"] != "none" and case.degree("dp") == 1:
-        yield "shards"
-    if case["sequence_parallel"] == "yes" and case.degree("tp") == 1:
-        yield "sequence_parallel"
-    # Gradients that are zero but for rounding, of biases of keys, are made large by these optimizers.
-    if case["optimizer"] in ("adafactor", "muon", "adagrad") and (
-        case["bias"] == "yes" or case["family"] in ("gpt2", "opt", "qwen2", "phi", "neox")
-    ):
-        yield "optimizer"
-    if case["optimizer"] == "muon" and case["groups"] != "one":
-        yield "groups"
-    if case["type"] == "float32" and case["optimizer"] not in ("sgd", "momentum", "own"):
-        yield "type"  # whose updates would make rounding large
+def _useless(case: Case) -> set[str]:
+    facts = case.facts()
+    names = {name for condition, names in USELESS.items() if holds(condition, facts) for name in names.split()}
+    return {name for name in names if case[name] != PLAIN[name]}
 
 
 def settled(case: Case, keep: Mapping[str, str] | None = None) -> Case | None:
     """Make useless choices plain. keep: choices that stay; None where that cannot be."""
-    while useless := {name for name in _useless(case) if case[name] != FACTORS[name][0]}:
-        if keep is not None and any(name in keep for name in useless):
+    kept = keep or {}
+    while useless := _useless(case):
+        if useless & kept.keys():
             return None
-        case = case.changed(**{name: FACTORS[name][0] for name in useless})
-    if keep is not None and any(case[name] != choice for name, choice in keep.items()):
-        return None
-    return case
+        case = case.changed(**{name: PLAIN[name] for name in useless})
+    return case if all(case[name] == choice for name, choice in kept.items()) else None
 
 
 def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float = 0.55) -> Case | None:
@@ -295,20 +157,14 @@ def covering(number: int, seed: int = 0, tries: int = 12) -> list[Case]:
 
     Made one by one: each has the first pair that is missing, and is that of some random ones with most missing pairs.
     """
-    names = list(FACTORS)
-    missing = dict.fromkeys(
-        ((one, mine), (other, theirs))
-        for one, other in itertools.combinations(names, 2)
-        for mine, theirs in itertools.product(FACTORS[one], FACTORS[other])
-    )
+    choices = [[(name, each) for each in found] for name, found in FACTORS.items()]
+    both = (itertools.product(*two) for two in itertools.combinations(choices, 2))
+    missing = dict.fromkeys(itertools.chain.from_iterable(both))
     cases: list[Case] = []
     while missing and len(cases) < number:
         pair = next(iter(missing))
-        found = [
-            case
-            for each in range(tries)
-            if (case := drawn(f"{seed} {len(cases)} {each}", dict(pair), plain=0.2)) is not None
-        ]
+        tried = (drawn(f"{seed} {len(cases)} {each}", dict(pair), plain=0.2) for each in range(tries))
+        found = [case for case in tried if case is not None]
         if not found:
             del missing[pair]  # one choice makes the other useless
             continue

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from reliability.differential.case import FACTORS, Case
-from reliability.differential.template import TEMPLATE
+from reliability.differential.case import Case
+from reliability.differential.factors import holds
 
+TEMPLATE = Path(__file__).with_name("template.py.txt").read_text(encoding="utf-8").splitlines()
+"""Lines of the programs of all cases.
+
+A line that ends with `#? condition` is in the programs of cases for which it holds; with the line, the block below it.
+After `#?-` the block stays without the line. `<name>` stands for one of `values`.
+"""
 OPTIMIZERS = {
     "sgd": "SGD, lr=0.1", "momentum": "SGD, lr=0.1, momentum=0.9, weight_decay=0.1", "adamw": "AdamW, lr=0.01, eps=1e-3",
     "single": "AdamW, lr=0.01, eps=1e-3, foreach=False", "adafactor": "Adafactor, lr=0.01", "muon": "Muon, lr=0.01",
@@ -46,7 +53,7 @@ _FLAGS = (
 
 def program(case: Case) -> str:
     """Text of a module with `build`, `batch`, `train` and `parallel`."""
-    known, facts = values(case), facts_of(case)
+    known, facts = values(case), case.facts()
 
     def value(found: re.Match[str]) -> str:
         name, argument = found.group(1), _MARK.sub(value, found.group(2) or "")
@@ -56,7 +63,7 @@ def program(case: Case) -> str:
         }.get(name, lambda: known[name])()  # fmt: skip
 
     lines = []
-    for line in _chosen(TEMPLATE.strip().splitlines(), facts):
+    for line in _chosen(TEMPLATE, facts):
         pad = line[: len(line) - len(line.lstrip())]
         if line.strip() == "<forward>":
             lines += [pad + each for each in _forward(case)]
@@ -65,17 +72,6 @@ def program(case: Case) -> str:
             line = _MARK.sub(value, line)
         lines.append(line)
     return "\n".join(lines) + "\n"
-
-
-def facts_of(case: Case) -> dict[str, str]:
-    """Choices of a case, and what follows from them."""
-    found = {name: case[name] for name in FACTORS}
-    replicas, said = case.degree("dp") > 1, {True: "yes", False: "no"}
-    own = case["family"] == "own"
-    return found | {
-        "own": said[own], "outside": said[case.outside], "staged": said[case.staged], "replicas": said[replicas],
-        "direct": said[own and not case.outside], "cut": said[replicas or case["accumulate"] != "1"],
-    }  # fmt: skip
 
 
 def _chosen(lines: list[str], facts: Mapping[str, str]) -> Iterator[str]:
@@ -90,7 +86,7 @@ def _chosen(lines: list[str], facts: Mapping[str, str]) -> Iterator[str]:
         dropped = None
         while shifts and indent <= shifts[-1]:
             shifts.pop()
-        if not _holds(condition.lstrip("-").strip(), facts):
+        if not holds(condition.lstrip("-").strip(), facts):
             if condition.startswith("-"):
                 shifts.append(indent)
             else:
@@ -99,20 +95,13 @@ def _chosen(lines: list[str], facts: Mapping[str, str]) -> Iterator[str]:
         yield text[4 * len(shifts) :]
 
 
-def _holds(condition: str, facts: Mapping[str, str]) -> bool:
-    terms = [each.partition("=") for each in condition.split(" & ")] if condition else []
-    return all((facts[name.rstrip("!")] in choices.split(",")) != name.endswith("!") for name, _, choices in terms)
-
-
 def values(case: Case) -> dict[str, str]:
     """Values of the marks of the template."""
     own, width, heads = case["family"] == "own", int(case["width"]), int(case["heads"])
     name, options = FAMILIES.get(case["family"], ("", ""))
     kind, _, settings = OPTIMIZERS[case["optimizer"]].partition(", ")
     dimensions = [(part[:2], int(part[2:])) for part in case["mesh"].split(".")]
-    shape = {"no": "{}, {}", "length": "{}, {} + 4 * (step % 2)", "samples": "{} * (1 + step % 2), {}"}[
-        case["changing"]
-    ]
+    shapes = {"no": "{}, {}", "length": "{}, {} + 4 * (step % 2)", "samples": "{} * (1 + step % 2), {}"}
     layer = {"attributes": "layer0.", "two_lists": "first.0."}.get(case["container"], "layers.0.") if own else ".0."
     tables = {"gpt2": "wte", "opt": "embed_tokens", "neox": "embed_in"}
     frozen = {
@@ -132,7 +121,7 @@ def values(case: Case) -> dict[str, str]:
         "config": f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}",
         "class": f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}",
         "options": options + (", tie_word_embeddings=True" if case["share"] == "tied" else ""),
-        "frozen": frozen.get(case["frozen"], ""), "layer": layer, "shape": shape.format(case.samples, case["sequence"]),
+        "frozen": frozen.get(case["frozen"], ""), "layer": layer, "shape": shapes[case['changing']].format(case.samples, case["sequence"]),
         "z": str(case["loss"] == "z"), "smooth": "0.1" if case["loss"] == "smooth" else "0.0",
         "dp": str(case.degree("dp")), "optimizer": f"torch.optim.{kind}", "settings": settings,
         "head": ("last" if case["loss"] == "mse" else "head") if own else "embed_out" if name == "GPTNeoX" else "lm_head",

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reliability.differential.case import FACTORS, Case
+from reliability.differential.case import Case
+from reliability.differential.factors import FACTORS
 
 Results = Sequence[Mapping[str, Any]]
 VERDICTS = ("equal", "refused", "WRONG", "crash", "hang", "void")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from reliability.differential.case import FACTORS, Case, settled
+from reliability.differential.case import Case, settled
 from reliability.differential.program import program
 
 WIDTH = 150
@@ -28,7 +28,7 @@ def shrunk(case: Case, bad: Callable[[Case], bool], most: int = 60) -> Case:
 
     def better(names: list[str]) -> Case | None:
         nonlocal tried
-        smaller = settled(case.changed(**{name: FACTORS[name][0] for name in names}))
+        smaller = settled(case.changed(**{name: PLAIN[name] for name in names}))
         if smaller is None or smaller == case or tried >= most:
             return None
         tried += 1
