@@ -62,20 +62,21 @@ def test_half_of_the_digits_must_agree():
 
     def found(value, b=None, dtype="float64"):
         events = [("loss", torch.tensor(1.0)), ("gradients", {"a": value, "b": b}), ("weights", {"a": weight})]
-        return record.differences(wanted, [wanted, events], [0, 0], dtype)
+        return record.Comparison(wanted, [0, 0], dtype).differences([wanted, events], whole=True)
 
     assert found(weight + 1e-9) == found(weight, torch.zeros(1)) == found(weight + 1e-4, dtype="float32") == []
     assert found(weight + 1e-6) == ["rank 1 event 1 gradients a: differs by 5e-07 of its largest value"]
     assert found(weight, torch.ones(1)) == ["rank 1 event 1 gradients b: a tensor in place of none"]
     assert found(weight[:1]) == ["rank 1 event 1 gradients a: shape (1,), not (2,)"]
     assert found(weight * torch.nan) == ["rank 1 event 1 gradients a: differs by inf of its largest value"]
-    assert record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64", whole=False) == []
-    assert len(record.differences(wanted, [wanted[:1]] * 2, [0, 0], "float64")) == 2
+    cut_off = record.Comparison(wanted, [0, 0])
+    assert cut_off.differences([wanted[:1]] * 2, whole=False) == []
+    assert len(cut_off.differences([wanted[:1]] * 2, whole=True)) == 2
 
 
 FAULTS = {
     runs.EQUAL: "",
-    runs.WRONG: "p.data.add_(0.5 * (n == 'last.weight'))",
+    runs.WRONG: "model.last.weight.data.add_(0.5)",
     runs.CRASH: "raise KeyError('a')",
     runs.REFUSED: "raise oases.UsageError('a is 1; give 2')",
     runs.HANG: "dist.barrier() if replica is not None and dist.get_rank() else None",
@@ -85,7 +86,7 @@ FAULTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("verdict", FAULTS)
 def test_verdicts(tmp_path, monkeypatch, verdict):
-    line = f"    if replica is not None:\n        n, p = 'last.weight', model.last.weight\n        {FAULTS[verdict] or 'pass'}\n"
+    line = f"    if replica is not None:\n        {FAULTS[verdict] or 'pass'}\n"
     start = "def train(model, replica=None, log=lambda *_: None):\n"
     monkeypatch.setattr(runs, "program", lambda case: program(case).replace(start, start + line))
     monkeypatch.setattr(runs, "LIMIT_SECONDS", 60.0 if verdict != runs.HANG else 15.0)

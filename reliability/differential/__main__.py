@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=Path, default=FOLDER / "results.jsonl", metavar="FILE", help="file of verdicts"
     )
-    parser.add_argument("--case", metavar="TEXT", help="run this case alone: factor=choice, separated by blanks")
+    parser.add_argument("--case", metavar="TEXT", action="append", help="run such cases alone: factor=choice, ...")
     parser.add_argument(
         "--shrink", action="store_true", help="reduce cases that are bad, and write a program of each"
     )
@@ -56,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.faults is not None:
         return plant(options.faults or FAULTS, options.covering or 400, options.results)
     if options.case is not None:
-        cases: Iterator[tuple[str, Case]] = iter([("case", Case.parse(options.case))])
-        options.results = FOLDER / "case.jsonl"
-        options.results.unlink(missing_ok=True)
+        cases: Iterator[tuple[str, Case]] = ((text, Case.parse(text)) for text in options.case)
     else:
         cases = numbered(options.covering, options.cases, options.first)
     found = run(cases, options)

@@ -46,10 +46,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "adapter": ("none", "own", "wrapped"),
     "zeroed": ("none", "zeros"),
     "edited": ("no", "data", "average", "row"),
-    "passes": ("one", "two", "peek", "noise"),
+    "passes": ("one", "two", "peek"),
     # The ranks, and the options of oases.parallelize.
     "mesh": (
-        "tp2", "pp2", "dp2", "dp2.tp2", "pp2.tp2", "pp2.dp2", "tp1", "tp4", "pp3", "pp1.tp2", "dp2.tp1", "pp1.dp2.tp2",
+        "tp2", "pp2", "dp2", "dp2.tp2", "pp2.tp2", "pp2.dp2", "tp1", "tp4", "pp3", "pp1.tp2", "dp2.tp1",
+        "pp1.dp2.tp2",
     ),
     "schedule": (
         "oases", "sync", "auto", "layers", "fine_grained", "cross_pass", "sub_pipelined_1", "sub_pipelined_2",
@@ -96,9 +97,8 @@ USELESS = {
     "optimizer=own": "closure scaler made_by groups",
     "closure=yes": "scaler clip accumulate skipped",  # it zeroes gradients and goes backwards by itself
     "frozen=thawed & optimizer=own": "frozen",
-    "frozen=thawed & adapter=wrapped": "frozen",
+    "adapter=wrapped": "frozen",
     "share=layer & frozen=layer,thawed,later": "share",  # which would freeze all layers
-    "passes=noise & replicas=yes": "passes",
     "family!=mixtral": "experts",
     "staged=no": "micro_batches",
     "stages=1": "pipeline",

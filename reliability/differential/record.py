@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,82 +106,85 @@ def on_rank(path: Path, record: Record) -> None:
         pipeline.close()
 
 
-def differences(
-    wanted: list[Event],
-    ranks: list[list[Event]],
-    replicas: list[int],
-    dtype: str,
-    *,
-    whole: bool = True,
-    balanced: bool = False,
-) -> list[str]:
-    """What differs on any rank, in words, the first event first.
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of ranks with the events of one process.
 
-    ranks: events of each rank. replicas: its number. dtype: of the program, half of whose digits must agree. whole:
-    the run came to its end, so that no event may be missing. balanced: ranks have experts of their own, of which the
-    state alone is compared.
+    replicas: number of the replica of each rank. dtype: of the program, half of whose digits must agree. balanced:
+    ranks have experts of their own, of which the state alone is compared.
     """
-    bound = torch.finfo(getattr(torch, dtype)).eps ** 0.5
-    found: list[tuple[int, str]] = []
-    stages: list[dict[int, set[str]]] = []
-    buffers = {name for kind, value in wanted if kind == "weights" for name in value if name.startswith(BUFFER)}
-    for rank, events in enumerate(ranks):
-        mine = [each for each in wanted if each[0] != "state" or any(kind == "state" for kind, _ in events)]
+
+    wanted: list[Event]
+    replicas: list[int]
+    dtype: str = "float64"
+    balanced: bool = False
+
+    def differences(self, ranks: list[list[Event]], *, whole: bool) -> list[str]:
+        """What differs on any rank, in words, the first event first. whole: no event may be missing."""
+        found = [each for rank, events in enumerate(ranks) for each in self._of_rank(rank, events, whole)]
+        if whole:
+            found += self._missing(ranks)
+        return [text for _, text in sorted(found, key=lambda each: each[0])]
+
+    def _of_rank(self, rank: int, events: list[Event], whole: bool) -> Iterator[tuple[int, str]]:
+        has_state = any(kind == "state" for kind, _ in events)
+        mine = [each for each in self.wanted if each[0] != "state" or has_state]
         if whole and len(events) != len(mine):
-            found.append((0, f"rank {rank} has {len(events)} events, one process {len(mine)}"))
-        named: dict[int, set[str]] = {}
+            yield 0, f"rank {rank} has {len(events)} events, one process {len(mine)}"
         for number, ((kind, value), (other, right)) in enumerate(zip(events, mine, strict=False)):
+            where = f"rank {rank} event {number}"
             if kind != other:
-                found.append((number, f"rank {rank} event {number} is {kind}, not {other}"))
-                break
+                yield number, f"{where} is {kind}, not {other}"
+                return
             if kind == "loss":
-                expected = right if right.dim() == 0 else right[replicas[rank]]
-                apart = _apart(value, expected, float(expected.abs()))
-                if not apart <= bound:
-                    found.append(
-                        (number, f"rank {rank} event {number} loss {float(value):.9g}, not {float(expected):.9g}")
-                    )
+                expected = right if right.dim() == 0 else right[self.replicas[rank]]
+                if not _apart(value, expected, float(expected.abs())) <= self._bound:
+                    yield number, f"{where} loss {float(value):.9g}, not {float(expected):.9g}"
                 continue
-            named[number] = set(value)
-            largest = max((_largest(each) for each in right.values()), default=0.0)
+            floor = 1e-3 * max((_largest(each) for each in right.values()), default=0.0)
             for name, each in value.items():
-                is_buffer = name.startswith(BUFFER) or BUFFER + name in buffers
-                if is_buffer and (len(set(replicas)) > 1 or name not in right):
-                    continue
-                if balanced and ".experts." in name and kind != "state":
-                    continue
-                reason = _wrong(each, right.get(name), name in right, bound, 1e-3 * largest)
-                if reason:
-                    found.append((number, f"rank {rank} event {number} {kind} {name}: {reason}"))
-        stages.append(named)
-    for number in stages[0] if whole else ():
-        kind, right = wanted[number]
-        missing = {n for n in right if not n.startswith(BUFFER)} - set().union(
-            *(each.get(number, set()) for each in stages)
-        )
-        if missing:
-            found.append((number, f"event {number} {kind}: no rank has {', '.join(sorted(missing)[:3])}"))
-    return [text for _, text in sorted(found, key=lambda each: each[0])]
+                if self._is_compared(name, kind, right):
+                    reason = self._wrong(each, right.get(name), name in right, floor)
+                    yield from [(number, f"{where} {kind} {name}: {reason}")] if reason else []
+
+    def _is_compared(self, name: str, kind: str, right: Values) -> bool:
+        if name.startswith(BUFFER) or BUFFER + name in self._buffers:
+            return len(set(self.replicas)) == 1 and name in right
+        return not (self.balanced and ".experts." in name and kind != "state")
+
+    def _missing(self, ranks: list[list[Event]]) -> Iterator[tuple[int, str]]:
+        """Names that no rank has."""
+        for number, (kind, right) in enumerate(self.wanted[: len(ranks[0])]):
+            if kind == "loss":
+                continue
+            held = set().union(*(events[number][1] for events in ranks if number < len(events)))
+            lost = sorted(name for name in right if not name.startswith(BUFFER) and name not in held)
+            if lost:
+                yield number, f"event {number} {kind}: no rank has {', '.join(lost[:3])}"
+
+    @property
+    def _bound(self) -> float:
+        return float(torch.finfo(getattr(torch, self.dtype)).eps) ** 0.5
+
+    @cached_property
+    def _buffers(self) -> set[str]:
+        return {name for kind, value in self.wanted if kind == "weights" for name in value if name.startswith(BUFFER)}
+
+    def _wrong(self, value: Tensor | None, right: Tensor | None, known: bool, floor: float) -> str:
+        if not known:
+            return "one process has no such name"
+        if right is None or value is None:  # zeros are as good as none, if weights say so
+            words = ["none" if each is None else "a tensor" for each in (value, right)]
+            same = not any(each is not None and bool(each.any()) for each in (value, right))
+            return "" if same else f"{words[0]} in place of {words[1]}"
+        if value.shape != right.shape:
+            return f"shape {tuple(value.shape)}, not {tuple(right.shape)}"
+        apart = _apart(value, right, max(_largest(right), floor))
+        return "" if apart <= self._bound else f"differs by {apart:.2g} of its largest value"
 
 
 def _largest(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None or not tensor.numel() else float(tensor.double().abs().max())
-
-
-def _wrong(value: Tensor | None, right: Tensor | None, known: bool, bound: float, floor: float) -> str:
-    if not known:
-        return "one process has no such name"
-    if right is None or value is None:
-        zeros = [each for each in (value, right) if each is not None and bool(each.any())]
-        return (
-            f"{'none' if value is None else 'a tensor'} in place of {'none' if right is None else 'a tensor'}"
-            if zeros
-            else ""
-        )
-    if value.shape != right.shape:
-        return f"shape {tuple(value.shape)}, not {tuple(right.shape)}"
-    apart = _apart(value, right, max(_largest(right), floor))
-    return "" if apart <= bound else f"differs by {apart:.2g} of its largest value"
 
 
 def _apart(value: Tensor, right: Tensor, scale: float) -> float:

@@ -42,9 +42,8 @@ def summary(results: Results) -> str:
     found, seconds = counts(results), sum(each.get("seconds", 0.0) for each in results)
     pairs, every = covered(results)
     lines = [", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict])]
-    lines += [
-        f"{len(results)} cases, {seconds / max(len(results), 1):.2f} s each; pairs of choices in equal ones: {pairs} of {every}"
-    ]
+    lines += [f"{len(results)} cases, {seconds / max(len(results), 1):.2f} s each"]
+    lines += [f"pairs of choices in equal ones: {pairs} of {every}"]
     lines += [f"{number:5} {kind}" for kind, number in kinds(results, *VERDICTS[1:]).most_common(40)]
     return "\n".join(lines)
 
@@ -74,17 +73,17 @@ MEANINGS = {
 }
 PAGE = """# Random training programs
 
-Does a parallelized model train as one process does, whatever the program is? A case is a training program as data: one choice of each
-factor below. Its text is run in one process and on one to four CPU ranks over gloo. Half of the digits of the type (float64, where the
-model can) must agree in every loss, gradient and weight of three steps.
+Does a parallelized model train as one process does, whatever the program is? A case is a training program as data:
+one choice of each factor below. Its text is run in one process and on one to four CPU ranks over gloo. Half of the digits
+of the type (float64, where the model can) must agree in every loss, gradient and weight of three steps.
 
     make differential                                                # all pairs of choices, 400 cases
     make differential DIFFERENTIAL="--cases 20000 --minutes 480"     # a night; goes on where it was cut off
     make differential DIFFERENTIAL="--case 'mlp=gated mesh=dp2.tp2' --shrink"
     make differential DIFFERENTIAL="--faults"                        # must find faults that are planted
 
-What is bad is reduced to the smallest case with the same verdict, and written as a program of its own for torchrun (`--shrink`). Ranks
-that hang print the stacks of their threads. This page is written by `--page docs/benchmarks/differential.md`.
+With `--shrink` what is bad is reduced to the smallest case with the same verdict, and written as a program of its own for
+torchrun. Ranks that hang print the stacks of their threads. `--page docs/benchmarks/differential.md` writes this page.
 
 ## The last run
 

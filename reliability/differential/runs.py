@@ -179,8 +179,8 @@ def verdict_of(case: Case, wanted: list[record.Event], results: list[Any]) -> Ou
     replicas = [rank // tp % dp for rank in range(case.ranks)]
     events = [each[0] if not isinstance(each, str) else [] for each in results]
     whole = len(ended) == case.ranks and not errors
-    balanced = case["experts"] == "balanced"
-    apart = record.differences(wanted, events, replicas, case.precision, whole=whole, balanced=balanced)
+    comparison = record.Comparison(wanted, replicas, case.precision, case["experts"] == "balanced")
+    apart = comparison.differences(events, whole=whole)
     details = [f"rank {rank}:\n{each if isinstance(each, str) else each[3]}" for rank, each in enumerate(results)]
     if apart:
         return Outcome(case, WRONG, apart[0], details=apart[:8] + (details if errors else []))

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 
 from reliability.differential.case import Case, settled
+from reliability.differential.factors import PLAIN
 from reliability.differential.program import program
 
 WIDTH = 150
