@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 FACTORS: dict[str, tuple[str, ...]] = {
     # The model. Of each factor the first choice is the plain one, to which cases are reduced.
@@ -130,5 +131,10 @@ USELESS = {
 
 def holds(condition: str, facts: Mapping[str, str]) -> bool:
     """Whether all terms of a condition are true; an empty one is."""
+    return all((facts[name] in choices) == wanted for name, choices, wanted in _terms(condition))
+
+
+@cache
+def _terms(condition: str) -> list[tuple[str, frozenset[str], bool]]:
     terms = [each.partition("=") for each in condition.split(" & ")] if condition else []
-    return all((facts[name.rstrip("!")] in choices.split(",")) != name.endswith("!") for name, _, choices in terms)
+    return [(name.rstrip("!"), frozenset(found.split(",")), not name.endswith("!")) for name, _, found in terms]

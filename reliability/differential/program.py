@@ -16,8 +16,8 @@ from reliability.differential.factors import holds
 TEMPLATE = Path(__file__).with_name("template.py.txt").read_text(encoding="utf-8").splitlines()
 """Lines of the programs of all cases.
 
-A line that ends with `#? condition` is in the programs of cases for which it holds, and so is the block below it; after
-`#?-` that stays without the line. `<name>` stands for one of `values`.
+A line that ends with `#? condition` is in the programs of cases for which it holds, and so is the block below it;
+after `#?-` that stays without the line. `<name>` stands for one of `values`.
 """
 OPTIMIZERS = {
     "sgd": "SGD, lr=0.1", "momentum": "SGD, lr=0.1, momentum=0.9, weight_decay=0.1",
@@ -126,7 +126,7 @@ def values(case: Case) -> dict[str, str]:
         "shape": shapes[case["changing"]].format(case.samples, case["sequence"]),
         "z": str(case["loss"] == "z"), "smooth": "0.1" if case["loss"] == "smooth" else "0.0",
         "dp": str(case.degree("dp")), "optimizer": f"torch.optim.{kind}", "settings": settings,
-        "head": "embed_out" if name == "GPTNeoX" else "lm_head" if name else "last" if case["loss"] == "mse" else "head",
+        "head": {"": "last" if case["loss"] == "mse" else "head", "GPTNeoX": "embed_out"}.get(name, "lm_head"),
         "zero": f"{zero}.zero_grad({'set_to_none=False' if case['zeroed'] == 'zeros' else ''})",
         "saved": "None" if case["optimizer"] == "own" else "optimizer",
         "mesh": str(tuple(size for _, size in dimensions)), "names": str(tuple(name for name, _ in dimensions)),

@@ -74,16 +74,17 @@ MEANINGS = {
 PAGE = """# Random training programs
 
 Does a parallelized model train as one process does, whatever the program is? A case is a training program as data:
-one choice of each factor below. Its text is run in one process and on one to four CPU ranks over gloo. Half of the digits
-of the type (float64, where the model can) must agree in every loss, gradient and weight of three steps.
+one choice of each factor below. Its text is run in one process and on one to four CPU ranks over gloo. Half of the
+digits of the type (float64, where the model can) must agree in every loss, gradient and weight of three steps.
 
     make differential                                                # all pairs of choices, 400 cases
     make differential DIFFERENTIAL="--cases 20000 --minutes 480"     # a night; goes on where it was cut off
     make differential DIFFERENTIAL="--case 'mlp=gated mesh=dp2.tp2' --shrink"
     make differential DIFFERENTIAL="--faults"                        # must find faults that are planted
 
-With `--shrink` what is bad is reduced to the smallest case with the same verdict, and written as a program of its own for
-torchrun. Ranks that hang print the stacks of their threads. `--page docs/benchmarks/differential.md` writes this page.
+With `--shrink` what is bad is reduced to the smallest case with the same verdict, and written as a program of its own
+for torchrun. Ranks that hang print the stacks of their threads. `--page docs/benchmarks/differential.md` writes this
+page.
 
 ## The last run
 
