@@ -38,7 +38,7 @@ from oases.core.schedule import Schedule
 from oases.distributed.expert_groups import EXPERT_MODES
 from oases.distributed.mesh import Mesh
 from oases.distributed.precision import require_dtype
-from oases.distributed.replicas import data_parallel_group
+from oases.distributed.replicas import DATA_DIMENSIONS, data_parallel_group
 from oases.errors import UsageError
 from oases.plans.check import check as require_valid
 from oases.plans.plan import Plan
@@ -344,7 +344,7 @@ def _tensor_parallel_group(
         group = mesh.tensor(mesh.degrees[-1])
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
-        if mesh.ndim > 1 and "tp" not in names:
+        if "tp" not in names and (mesh.ndim > 1 or {*names} & {*DATA_DIMENSIONS}):
             raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
         group = mesh.get_group("tp" if "tp" in names else 0)
     else:
