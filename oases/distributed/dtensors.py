@@ -32,7 +32,7 @@ from oases.core.blocks.sharding import Cut, cuts, holders
 from oases.core.execution.dtensors import is_dtensor, local_of
 from oases.core.execution.group import ProcessGroup, group_name
 from oases.distributed.pieces import Piece, StateShard, pieces_of
-from oases.distributed.whole_tensors import draw, note_plain_shard, run_whole
+from oases.distributed.whole_tensors import draw, part_of, refuse_collective, run_whole
 from oases.errors import UsageError
 
 TP = "tp"
@@ -45,8 +45,8 @@ _UNTOUCHED = ("lerp_", "addcmul_", "addcdiv_", "_foreach", "_fused")
 """Names, or their beginnings, of ops that only optimizers call, for DTensors alone."""
 
 _COLLECTIVES = (
-    "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "reduce_scatter_",
-    "_reduce_scatter_base_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_",
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
+    "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_",
 )  # fmt: skip
 """Ops of torch.distributed, which have no meaning for DTensors."""
 
@@ -124,7 +124,6 @@ def to_dtensors(
                 elsewhere = holder is not None and getattr(holder, "_group_name", "") != group_name(group)
                 if placement is None or elsewhere:
                     made[id(held)] = held
-                    note_plain_shard(tp, f"{type(module).__name__}.{name}")
                     continue
                 shape = list(held.shape)
                 if cut is not None:
@@ -181,7 +180,7 @@ def correct() -> None:
     views = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
     handlers.update(dict.fromkeys((*views, aten.diagonal.default, aten.view.default), _view))
     handlers.update({op: handler for op, handler in _handlers().items() if op not in handlers})
-    handlers.update({getattr(torch.ops.c10d, name).default: run_whole for name in _COLLECTIVES})
+    handlers.update({getattr(torch.ops.c10d, name).default: refuse_collective for name in _COLLECTIVES})
     dispatcher._propagate_op_sharding_dispatch_slow_path = partial(_propagated, dispatcher)
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
@@ -238,17 +237,18 @@ def _propagated(dispatcher: Any, op: Any, args: Any, kwargs: Any, info: Any, try
     except (NotImplementedError, RuntimeError):
         if not all(is_tensor_parallel(each) for each in tree_leaves((args, kwargs)) if is_dtensor(each)):
             raise
-    return run_whole(op, args, kwargs)
+    return (refuse_collective if "c10d" in op.namespace else run_whole)(op, args, kwargs)
 
 
 def _set_data(this: Any, value: Tensor) -> None:
-    """Take the values of another DTensor of the same shape and placements. UsageError for any other tensor."""
+    """Take the values of a full tensor, or of a DTensor of the same placements. UsageError for any other tensor."""
+    if value.shape == this.shape and not is_dtensor(value):
+        value = with_local(this, part_of(this, value.detach()).contiguous())
     if not is_dtensor(value) or value.shape != this.shape or value.placements != this.placements:  # type: ignore[attr-defined]
-        kind = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         raise UsageError(
-            f".data of a parameter of shape {tuple(this.shape)}, sharded as {this.placements}, was set to {kind}; "
-            "set it to a DTensor of its placements, as torch.distributed.tensor.distribute_tensor(value, "
-            "parameter.device_mesh, parameter.placements) returns, or copy_() that"
+            f".data of a parameter of shape {tuple(this.shape)}, placed as {this.placements}, was set to a "
+            f"{type(value).__name__} of shape {tuple(value.shape)}; set it to a full tensor of its shape, or a DTensor "
+            "of its placements"
         )
     torch.Tensor.data.__set__(this, value)  # type: ignore[attr-defined]
     this._local_tensor, this._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]

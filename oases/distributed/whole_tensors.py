@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from oases.core.execution.dtensors import as_gradient, is_dtensor, local_of
 from oases.errors import UsageError
-
-_SHARD = "_oases_plain_shard"
-"""Attribute of a mesh: name of a weight that is a plain shard, because no placement describes it."""
 
 
 class View(Tensor):
@@ -28,7 +25,7 @@ class View(Tensor):
 
     base: Any
     views: list[Any]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(base: Any, *views: Any) -> View:
@@ -58,20 +55,26 @@ def _through(views: Any, whole: Tensor) -> Tensor:
     return whole
 
 
-def note_plain_shard(mesh: Any, name: str) -> None:
-    """Refuse ops on whole tensors with weights of a mesh, of which this one would be taken for whole."""
-    setattr(mesh, _SHARD, name)
-
-
-@torch.no_grad()
 def run_whole(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op on whole tensors. Collective. UsageError for collectives, and beside plain shards."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, View) or is_dtensor(each)]
-    for each in given:
-        _require_whole(op, each.base if isinstance(each, View) else each)
-        _place_gradients(each)
-    if op.is_view:
-        return _views_of(op, args, kwargs)
+    """Run an op on whole tensors. Collective, but for views."""
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, View) or is_dtensor(each):
+            _place_gradients(each)
+    with torch.no_grad():
+        return (_views_of if op.is_view else _computed)(op, args, kwargs)
+
+
+def refuse_collective(op: Any, args: Any, kwargs: Any) -> None:
+    """Raise UsageError for an op of torch.distributed."""
+    given: Any = next(each for each in tree_leaves((args, kwargs)) if is_dtensor(each))
+    raise UsageError(
+        f"{op} was given a DTensor of shape {tuple(given.shape)}, placed as {given.placements}; give it this rank's "
+        "part, tensor.to_local(), or all of it, tensor.full_tensor(): gradients of a parallelized model are reduced "
+        "already, and its replicated weights are equal"
+    )
+
+
+def _computed(op: Any, args: Any, kwargs: Any) -> Any:
     wholes: dict[int, tuple[Any, Tensor]] = {}
 
     def whole(each: Any) -> Any:
@@ -85,15 +88,18 @@ def run_whole(op: Any, args: Any, kwargs: Any) -> Any:
 
     ours = tree_map(whole, (args, kwargs))
     result = op(*ours[0], **ours[1])
+    for each in _written(op, args, kwargs):
+        keep_part(*wholes[id(each.base if isinstance(each, View) else each)])
     same = {id(new): old for new, old in zip(tree_leaves(ours), tree_leaves((args, kwargs)), strict=True)}
-    written = [*zip(op._schema.arguments, args, strict=False)]
-    written += [(each, kwargs[each.name]) for each in op._schema.arguments if each.name in kwargs]
-    for argument, value in written:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for each in tree_leaves(value):
-                if isinstance(each, View) or is_dtensor(each):
-                    keep_part(*wholes[id(each.base if isinstance(each, View) else each)])
     return tree_map_only(Tensor, lambda each: same.get(id(each), each), result)
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """DTensors, and views of them, that an op writes."""
+    schema = op._schema.arguments
+    given = [*zip(schema, args, strict=False), *((each, kwargs[each.name]) for each in schema if each.name in kwargs)]
+    written = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [each for each in tree_leaves(written) if isinstance(each, View) or is_dtensor(each)]
 
 
 def _views_of(op: Any, args: Any, kwargs: Any) -> Any:
@@ -113,22 +119,6 @@ def _views_of(op: Any, args: Any, kwargs: Any) -> Any:
     return [View.of(base, *before, partial(view, at=at)) for at in range(len(found))]
 
 
-def _require_whole(op: Any, tensor: Any) -> None:
-    mesh = tensor.device_mesh
-    if "c10d" in op.namespace:
-        raise UsageError(
-            f"{op} was given a DTensor of shape {tuple(tensor.shape)}, placed as {tensor.placements}; give it this "
-            "rank's part, tensor.to_local(), or all of it, tensor.full_tensor(): gradients of a parallelized model "
-            "are reduced already, and its replicated weights equal"
-        )
-    if hasattr(mesh, _SHARD):
-        raise UsageError(
-            f"{op} got plain tensors beside a DTensor of shape {tuple(tensor.shape)}, and the model's "
-            f"{getattr(mesh, _SHARD)} is a plain shard, which would be taken for the whole weight; compute with "
-            "tensor.full_tensor() of each DTensor"
-        )
-
-
 def keep_part(tensor: Any, whole: Tensor) -> None:
     """Give a DTensor this rank's part of a full tensor."""
     local_of(tensor).copy_(part_of(tensor, whole))
@@ -145,8 +135,9 @@ def part_of(tensor: Any, whole: Tensor) -> Tensor:
 
 def _place_gradients(tensor: Tensor) -> None:
     """Have the DTensors that a tensor is computed from, and that require gradients, take their parts of them."""
-    nodes, seen = [tensor.grad_fn], set[Any]()
-    leaves = [tensor] if tensor.is_leaf and tensor.requires_grad else []
+    leaves = [tensor] if isinstance(tensor, nn.Parameter) and tensor.requires_grad else []
+    # Views that were made without gradients do not tell how they were computed.
+    nodes, seen = [tensor.grad_fn] if torch.is_grad_enabled() else [], set[Any]()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
