@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from oases.autotp.runner import LayerForward, StandaloneForward
 from oases.core.execution.dtensors import is_dtensor, read
 
+FORWARDS = (LayerForward, StandaloneForward)
+"""Forwards of layers that run as graphs."""
+
 
 class LocalWeights:
     """Local tensors in the places of modules' parameters, between `put` and `put_back`.
@@ -70,7 +73,7 @@ def read_locally(model: nn.Module) -> LocalWeights:
 
 def _outside(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that hold parameters, but those of layers that run as graphs."""
-    if isinstance(vars(module).get("forward"), (LayerForward, StandaloneForward)):
+    if isinstance(vars(module).get("forward"), FORWARDS):
         return
     if any(each is not None for each in module._parameters.values()):
         yield module
