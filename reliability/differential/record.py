@@ -120,7 +120,7 @@ class Comparison:
     balanced: bool = False
 
     def differences(self, ranks: list[list[Event]], *, whole: bool) -> list[str]:
-        """What differs on any rank, in words, the first event first. whole: no event may be missing."""
+        """List what differs on any rank, the first event first. whole: no event may be missing."""
         found = [each for rank, events in enumerate(ranks) for each in self._of_rank(rank, events, whole)]
         if whole:
             found += self._missing(ranks)
