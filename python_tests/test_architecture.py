@@ -87,7 +87,7 @@ LINES = {
     "oases_svm": 2_067,
     "oases_train": 4_220,
     "python_tests": 46_255,
-    "reliability": 4_863,
+    "reliability": 4_907,
 }
 """Most lines of Python in each package and in `oases/` in all, and of C++, CUDA and Python elsewhere."""
 PATCHES = {
