@@ -107,6 +107,11 @@ def test_a_run_goes_on_where_it_ended(tmp_path, capsys):
     assert "old" not in text
 
 
+@pytest.mark.slow
+def test_planted_faults_are_found(tmp_path):
+    assert main(["--faults", "residual_counted_twice", "--results", str(tmp_path / "none.jsonl")]) == 0
+
+
 def test_the_page_counts_verdicts():
     results = [
         {"case": {"mlp": "gated"}, "verdict": "equal", "why": "", "seconds": 1.0},

@@ -28,8 +28,10 @@ from reliability.mutation_list import MUTATIONS
 
 FOLDER = Path("build") / "differential"
 FAULTS = (
-    "replicated_gradients_not_summed", "residual_counted_twice", "zero_parameters_not_sent", "vocabulary_untied",
-    "executor_swaps_sub_batches_of_c",
+    "residual_counted_twice", "replicated_gradients_not_summed", "executor_swaps_sub_batches_of_c",
+    "embedding_off_by_one",
+    "averaging_divides_by_wrong_number", "clip_counts_replicated_per_rank", "zero_parameters_not_sent",
+    "checkpoint_shards_swapped", "fsdp_bucket_halved",
 )  # fmt: skip
 """Mutations that cases must find."""
 
