@@ -76,7 +76,7 @@ def page(results: Results, text: str) -> str:
 
 
 MEANINGS = {
-    "equal": "losses, gradients, weights, buffers and the whole state are those of one process, on all ranks",
+    "equal": "losses, gradients, weights, buffers, random and model states are those of one process, on all ranks",
     "refused": "an error of oases with its remedy, on all ranks, before any wrong number",
     "WRONG": "a number differs",
     "crash": "an error without a remedy, or on some ranks alone",
