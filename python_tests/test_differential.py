@@ -99,9 +99,17 @@ def test_a_run_goes_on_where_it_ended(tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     assert main(["--cases", "1", "--first", "2", "--results", str(results)]) == 0
     lines = results.read_text()
+    (tmp_path / "page.md").write_text("# Run\n<!-- run -->\nold\n<!-- end of run -->\nEnd\n")
     assert main(["--cases", "1", "--first", "2", "--results", str(results), "--page", str(tmp_path / "page.md")]) == 0
     assert results.read_text() == lines
-    assert "1 cases" in (tmp_path / "page.md").read_text()
+    text = (tmp_path / "page.md").read_text()
+    assert "1 cases" in text
+    assert "old" not in text
+
+
+@pytest.mark.slow
+def test_planted_faults_are_found(tmp_path):
+    assert main(["--faults", "residual_counted_twice", "--results", str(tmp_path / "none.jsonl")]) == 0
 
 
 def test_the_page_counts_verdicts():
@@ -111,4 +119,4 @@ def test_the_page_counts_verdicts():
     ]
     assert covered(results)[0] == len(Case.of(mlp="gated").pairs())
     assert summary(results).splitlines()[0] == "1 equal, 1 refused"
-    assert "| 1 | `UsageError: # are too few` |" in page(results)
+    assert "| 1 | `UsageError: # are too few` |" in page(results, "")

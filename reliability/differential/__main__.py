@@ -28,8 +28,10 @@ from reliability.mutation_list import MUTATIONS
 
 FOLDER = Path("build") / "differential"
 FAULTS = (
-    "replicated_gradients_not_summed", "residual_counted_twice", "zero_parameters_not_sent", "vocabulary_untied",
-    "executor_swaps_sub_batches_of_c",
+    "residual_counted_twice", "replicated_gradients_not_summed", "executor_swaps_sub_batches_of_c",
+    "embedding_off_by_one",
+    "averaging_divides_by_wrong_number", "clip_counts_replicated_per_rank", "zero_parameters_not_sent",
+    "checkpoint_shards_swapped", "fsdp_bucket_halved",
 )  # fmt: skip
 """Mutations that cases must find."""
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--shrink", action="store_true", help="reduce cases that are bad, and write a program of each"
     )
     parser.add_argument("--until-bad", action="store_true", help="end at the first case that is bad")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page on all verdicts of the file")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="update a page with all verdicts of the file")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help=f"plant mutations (default: {', '.join(FAULTS)})")
     options = parser.parse_args(arguments)
     setup_process()
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = [json.loads(line) for line in options.results.read_text().splitlines()]
     console.print(summary(everything))
     if options.page:
-        options.page.write_text(page(everything), encoding="utf-8")
+        options.page.write_text(page(everything, options.page.read_text(encoding="utf-8")), encoding="utf-8")
     return 1 if any(each.verdict in BAD for each in found) else 0
 
 

@@ -114,7 +114,7 @@ class Case:
 
 def _useless(case: Case) -> set[str]:
     facts = case.facts()
-    names = {name for condition, names in USELESS.items() if holds(condition, facts) for name in names.split()}
+    names = {name for condition, names in USELESS.items() if holds(condition, facts) for name in names}
     return {name for name in names if case[name] != PLAIN[name]}
 
 

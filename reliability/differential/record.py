@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 Values = dict[str, Tensor | None]
 Event = tuple[str, Any]
-"""A kind ("loss", "gradients", "weights", "state"), and a tensor or Values."""
+"""A kind ("loss", "gradients", "weights", "random", "state"), and a tensor or Values."""
 BUFFER = "buffer "
 """Start of the names of buffers among weights."""
 
@@ -60,9 +60,10 @@ class Record:
             self.events.append((kind, whole))
 
     def state(self, model: nn.Module) -> None:
-        """Add the whole state of a model, on the first rank alone."""
+        """Add the state of the generator, and the whole one of a model on the first rank alone."""
         import oases
 
+        self.events.append(("random", torch.get_rng_state()))
         found = oases.full_state_dict(model) if self._ranks else model.state_dict()
         if found:
             self.events.append(("state", {name: _whole(each) for name, each in found.items()}))
@@ -120,7 +121,7 @@ class Comparison:
     balanced: bool = False
 
     def differences(self, ranks: list[list[Event]], *, whole: bool) -> list[str]:
-        """What differs on any rank, in words, the first event first. whole: no event may be missing."""
+        """List what differs on any rank, the first event first. whole: no event may be missing."""
         found = [each for rank, events in enumerate(ranks) for each in self._of_rank(rank, events, whole)]
         if whole:
             found += self._missing(ranks)
@@ -141,6 +142,9 @@ class Comparison:
                 if not _apart(value, expected, float(expected.abs())) <= self._bound:
                     yield number, f"{where} loss {float(value):.9g}, not {float(expected):.9g}"
                 continue
+            if kind == "random":
+                yield from [] if torch.equal(value, right) else [(number, f"{where} has another random state")]
+                continue
             floor = 1e-3 * max((_largest(each) for each in right.values()), default=0.0)
             for name, each in value.items():
                 if self._is_compared(name, kind, right):
@@ -155,7 +159,7 @@ class Comparison:
     def _missing(self, ranks: list[list[Event]]) -> Iterator[tuple[int, str]]:
         """Names that no rank has."""
         for number, (kind, right) in enumerate(self.wanted[: len(ranks[0])]):
-            if kind == "loss":
+            if kind in ("loss", "random"):
                 continue
             held = set().union(*(events[number][1] for events in ranks if number < len(events)))
             lost = sorted(name for name in right if not name.startswith(BUFFER) and name not in held)

@@ -27,7 +27,7 @@ def kinds(results: Results, *verdicts: str) -> Counter[str]:
 
 def kind_of(why: str) -> str:
     """Reason without numbers, names and values."""
-    return re.sub(r"-?[\d.]+(e-?\d+)?|'[^']*'|\"[^\"]*\"", "#", why).replace("\n", " ")[:100]
+    return re.sub(r"-?\d[\d.]*(e-?\d+)?|'[^']*'|\"[^\"]*\"", "#", why).replace("\n", " ")[:100]
 
 
 def covered(results: Results) -> tuple[int, int]:
@@ -48,65 +48,37 @@ def summary(results: Results) -> str:
     return "\n".join(lines)
 
 
-def page(results: Results) -> str:
-    """Page of the documentation on a run, in Markdown."""
+def page(results: Results, text: str) -> str:
+    """Page of the documentation with the tables of a run. text: the page so far, with marks around them."""
     found, seconds = counts(results), sum(each.get("seconds", 0.0) for each in results)
     pairs, every = covered(results)
-    rows = "\n".join(f"| {verdict} | {found[verdict]} | {MEANINGS[verdict]} |" for verdict in VERDICTS[:-1])
-    reasons = "\n".join(
-        f"| {number} | `{kind.partition(': ')[2].replace('|', '/').replace('`', '')}` |"
-        for kind, number in kinds(results, "refused").most_common(25)
+    lines = [
+        f"{len(results)} cases, {seconds / max(len(results), 1):.1f} s each.",
+        "",
+        "| verdict | cases | meaning |",
+    ]
+    lines += ["|---|---|---|", *(f"| {each} | {found[each]} | {meaning} |" for each, meaning in MEANINGS.items()), ""]
+    lines += [
+        f"Of {every} pairs of choices, of which some exclude one another, {pairs} are in a case that is equal.",
+        "",
+    ]
+    lines += ["| cases | refused with |", "|---|---|"]
+    for kind, number in kinds(results, "refused").most_common(25):
+        lines += [f"| {number} | `{kind.partition(': ')[2].replace('|', '/').replace('`', '')}` |"]
+    lines += ["", "| factor | choices, the plain one first |", "|---|---|"]
+    lines += [f"| {name} | {', '.join(choices)} |" for name, choices in FACTORS.items()]
+    start, _, rest = text.partition("<!-- run -->\n")
+    return (
+        f"{start}<!-- run -->\n"
+        + "\n".join(lines)
+        + f"\n<!-- end of run -->{rest.partition('<!-- end of run -->')[2]}"
     )
-    return PAGE.format(
-        number=len(results), rows=rows, reasons=reasons, pairs=pairs, every=every,
-        each=seconds / max(len(results), 1),
-        factors="\n".join(f"| {name} | {', '.join(choices)} |" for name, choices in FACTORS.items()),
-    )  # fmt: skip
 
 
 MEANINGS = {
-    "equal": "losses, gradients, weights, buffers and the whole state are those of one process, on all ranks",
+    "equal": "losses, gradients, weights, buffers, random and model states are those of one process, on all ranks",
     "refused": "an error of oases with its remedy, on all ranks, before any wrong number",
     "WRONG": "a number differs",
     "crash": "an error without a remedy, or on some ranks alone",
     "hang": "ranks wait for one another",
 }
-PAGE = """# Random training programs
-
-Does a parallelized model train as one process does, whatever the program is? A case is a training program as data:
-one choice of each factor below. Its text is run in one process and on one to four CPU ranks over gloo. Half of the
-digits of the type (float64, where the model can) must agree in every loss, gradient and weight of three steps.
-
-    make differential                                                # all pairs of choices, 400 cases
-    make differential DIFFERENTIAL="--cases 20000 --minutes 480"     # a night; goes on where it was cut off
-    make differential DIFFERENTIAL="--case 'mlp=gated mesh=dp2.tp2' --shrink"
-    make differential DIFFERENTIAL="--faults"                        # must find faults that are planted
-
-With `--shrink` what is bad is reduced to the smallest case with the same verdict, and written as a program of its own
-for torchrun. Ranks that hang print the stacks of their threads. `--page docs/benchmarks/differential.md` writes this
-page.
-
-## The last run
-
-{number} cases, {each:.1f} s each on two shared cores.
-
-| verdict | cases | meaning |
-|---|---|---|
-{rows}
-
-Of {every} pairs of choices, of which some exclude one another, {pairs} stand in a case that is equal.
-
-What was refused, without names and numbers:
-
-| cases | error |
-|---|---|
-{reasons}
-
-## Factors
-
-The first choice is the plain one, to which a case is reduced.
-
-| factor | choices |
-|---|---|
-{factors}
-"""
