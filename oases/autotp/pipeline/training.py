@@ -304,7 +304,7 @@ class PipelineTraining:
         if number * self._replicas == 1:
             return torch.ones(1, dtype=torch.float64)
         self._require_equal_divisors(cut, flow)
-        if any(each.weighted and each.mean for each in flow.targets):
+        if any(each.weighted for each in flow.targets):
             raise UsageError(
                 "the loss is a mean by weights of classes, whose sum in each micro-batch is unknown; take one "
                 'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
@@ -330,13 +330,14 @@ class PipelineTraining:
                 "loss; leave such samples out, or take fewer micro_batches"
             )
         shares = counts * self._replicas / total[:-1, None]
-        means = all(each.mean for each in flow.targets)
+        means = flow.mean is not None and flow.mean <= {each.leaf for each in flow.targets}
         wanted = shares[:1] if means else torch.full((1, 1), 1 / number, dtype=torch.float64)
         apart = (shares - wanted).abs().max().to(self._device)
         if (len(shares) > 1 or not means) and all_reduce(apart, self._data, "labels", largest=True) > 1e-9:
-            what = f"a sum of {len(shares)} cross entropies" if means else "no plain mean of a cross entropy"
+            what = f"is a sum of {len(shares)} cross entropies"
             raise UsageError(
-                f"the loss is {what}, and micro-batches, or replicas, have other numbers of labels: here "
+                f"the loss {what if means else 'has other terms than the mean of a cross entropy'}, and "
+                "micro-batches, or replicas, have other numbers of labels: here "
                 f"{counts.long().tolist()}; give each as many that are not {flow.targets[0].ignored}, or take one "
                 "micro-batch and replica"
             )
