@@ -138,7 +138,8 @@ class PipelineTraining:
         batches, weights = self._split(args, kwargs)
         self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
         shared = [parameter for parameter, _ in self._shared]
-        self._parameter_hooks.take(shared if self.units else self._model.parameters())
+        scalars = getattr(self._average, "scalars", [])
+        self._parameter_hooks.take([*shared, *scalars] if self.units else self._model.parameters())
         self._parameter_hooks.begin(shared)
         with self._gathered():
             losses = self._runner.run(self._forward(batches, weights), self._average)
