@@ -79,9 +79,12 @@ class _Traced:
     def __init__(self, held: LayerCache) -> None:
         self._held = held
         self.new: tuple[Tensor, Tensor] | None = None
+        self.numbers = 0
+        """Calls that gave it the layer's number."""
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens."""
+        self.numbers += 1
         if self.new is not None:
             raise RuntimeError("it updates its key-value cache twice")
         self.new = (keys, values)
@@ -91,10 +94,16 @@ class _Traced:
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Number of tokens in this layer's part, or, once that is updated, in the part of any layer before it."""
+        self.numbers += layer_idx is not None
         if self._held.sliding or (self.new is None and layer_idx is None):
             raise RuntimeError("it reads a length of its key-value cache that is not this layer's")
         parts = [self._held.keys, *(self.new or ())[:1]]
         return sum(part.shape[-2] for part in parts if part is not None)
+
+
+def numbers_given(*arguments: Any) -> int:
+    """Times that a traced layer gave its number to a cache among its arguments, and so read it for nothing else."""
+    return sum(each.numbers for each in pytree.tree_leaves(arguments) if isinstance(each, _Traced))
 
 
 def call_layer(layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from oases.autotp.pipeline.building import (
     require_runnable,
 )  # fmt: skip
 from oases.autotp.tools.recomputation import recomputing_options
-from oases.autotp.vocabulary import Vocabulary, find_vocabulary
+from oases.autotp.vocabulary import Vocabulary, find_vocabulary, holds_weight
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.communication import WireType, quantised_type, wire_type
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_of, group_size, resolve
@@ -98,8 +99,8 @@ class ParallelSpec:
                     f"spec: head {name!r} gives {heads[name].out_features} logits, and the vocabulary "
                     f"{self.vocabulary!r} has {table.num_embeddings} rows"
                 )
-        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is table.weight}
-        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight is table.weight}
+        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and holds_weight(m, table)}
+        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and holds_weight(m, table)}
         return Vocabulary(table.num_embeddings, tables, {**tied, **heads})
 
     def require_names(self, model: nn.Module) -> None:
@@ -182,6 +183,7 @@ class Setup:
 def check(model: nn.Module, mesh: Any, plan: Plan | None, spec: ParallelSpec, options: Options) -> Setup:
     """Check what `parallelize` was given. Collective: creates groups. Raises UsageError as it documents."""
     _require_cuttable(model)
+    _require_group(mesh)
     said = {**vars(options), **dict.fromkeys(_STACK), **options.stack}
     _require_same_options(_groups_of(mesh), {name: value for name, value in said.items() if name != "stack"})
     mesh, notes = with_backend(mesh, options.backend, next((each.device for each in model.parameters()), None))
@@ -214,6 +216,18 @@ def check(model: nn.Module, mesh: Any, plan: Plan | None, spec: ParallelSpec, op
     )  # fmt: skip
 
 
+def _require_group(mesh: Any) -> None:
+    """Raise UsageError in inference mode, and for a rank of several without a group, which would train alone."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError("parallelize() in torch.inference_mode() makes weights that cannot be trained; call it outside")
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if mesh is None and resolve(None) is None and ranks.isdecimal() and int(ranks) > 1:
+        raise UsageError(
+            f"parallelize() got no mesh and there is no process group, but WORLD_SIZE is {ranks}: each rank would "
+            "train the whole model alone; call torch.distributed.init_process_group() before parallelize()"
+        )
+
+
 def _require_cuttable(model: nn.Module) -> None:
     """Raise UsageError for a model that is parallelized, compiled, patched or quantised."""
     what = type(model).__name__
@@ -227,6 +241,11 @@ def _require_cuttable(model: nn.Module) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
     for name, part in model.named_modules():
+        if type(part).__name__ == "ParamWrapper" and type(part).__module__.startswith("peft."):
+            raise UsageError(
+                f"{name} adapts the parameter {part.parameter_name!r}, named in target_parameters of its LoraConfig, "
+                "which is not available; name linears in target_modules instead, without target_parameters"
+            )
         forward = vars(part).get("forward")
         own = isinstance(forward, MethodType) and forward.__self__ is part
         compiled = getattr(part, "_compiled_call_impl", None) is not None

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.as_run import CallCounter, traced_as_run
-from oases.autotp.cache import call_layer, is_layer_cache
+from oases.autotp.cache import call_layer, is_layer_cache, numbers_given
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -29,7 +29,15 @@ from oases.autotp.rewrites import (
     normalise_linears,
     without_in_place,
 )
-from oases.autotp.trace_guard import Modes, assigned_attributes, changed_arguments, code_of_backward, unrecorded
+from oases.autotp.trace_guard import (
+    Read,
+    assigned_attributes,
+    changed_arguments,
+    code_of_backward,
+    noted_reads,
+    read_values,
+    unrecorded,
+)
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
 
@@ -50,7 +58,7 @@ class Exported:
     placeholder of each leaf of (args, kwargs) that is a tensor, in the order of `leaves`; None for other leaves.
     outputs: a node or constant for each leaf of the result. ranges: bounds of the dynamic lengths; guards: further
     conditions on them. layer: the traced module. cached: placeholders of a key-value cache; keeps: whether the last
-    two outputs are keys and values to put into one.
+    two outputs are keys and values to put into one. reads: values that it is valid for.
     """
 
     graph: fx.Graph
@@ -65,6 +73,7 @@ class Exported:
     layer: nn.Module
     cached: tuple[str, ...]
     keeps: bool
+    reads: dict[Read, Any]
 
     @cached_property
     def parameters_read(self) -> frozenset[str]:
@@ -87,17 +96,18 @@ def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], py
 class CallSignature:
     """Properties of a call, besides shapes, that determine its graph: tree, constants, types, modes of the layer.
 
-    autocast: type that autocast computes in on the device of the first tensor; None where it is off.
+    gradients: whether they are on. autocast: type that it computes in on the first tensor's device; None where off.
     """
 
     tree: str
     constants: tuple[str, ...]
     types: tuple[str, ...]
-    modes: Modes
+    modes: tuple[bool, ...]
+    gradients: bool
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: Modes) -> CallSignature:
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
         """Signature of a call from its leaves. UnsplittableError for a leaf that is neither a tensor nor a plain
         value.
         """
@@ -109,6 +119,7 @@ class CallSignature:
             tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
             tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
             modes,
+            torch.is_grad_enabled(),
             _autocast(next((leaf.device.type for leaf in found if isinstance(leaf, Tensor)), "cpu")),
         )
 
@@ -231,11 +242,18 @@ def export(
         assigned, items = assigned_attributes(layer), changed_arguments(args, kwargs)
         with counter:
             result = layer(*args, **kwargs)
+        reads.subtract({read: numbers_given(args, kwargs) for read in reads if read[1][-1] == "layer_idx"})
         changed.extend([*assigned(), *items()])
         return result
 
     try:
-        with quiet(), unrecorded(layer), traced_as_run(layer), code_of_backward() as lost:
+        with (
+            quiet(),
+            unrecorded(layer),
+            traced_as_run(layer),
+            code_of_backward() as lost,
+            noted_reads(layer) as reads,
+        ):
             program = torch.export.export(
                 _Call(layer, watched),
                 (args, kwargs),
@@ -253,7 +271,7 @@ def export(
         raise UnsplittableError(
             f"{type(layer).__name__} calls {', '.join(lost())}, whose backward is not in a traced graph"
         )
-    return _read(program, layer, (args, kwargs))
+    return _read(program, layer, (args, kwargs), read_values(layer, reads))
 
 
 def _untraceable(layer: str, error: Exception) -> UnsplittableError:
@@ -280,7 +298,7 @@ def _apart(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
+def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any, reads: dict[Read, Any]) -> Exported:
     layer = type(traced).__name__
     _refuse_mutation(program, layer)
     inline_grad_modes(program)
@@ -326,6 +344,7 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
         traced,
         _cached(call, inputs),
         any(map(is_layer_cache, pytree.tree_leaves(call, is_leaf=is_layer_cache))),
+        reads,
     )
 
 

@@ -10,14 +10,14 @@ from torch import nn
 from oases.autotp.checking import Setup
 from oases.autotp.export import UnsplittableError
 from oases.autotp.layers import LayerList
-from oases.autotp.local_weights import read_locally
+from oases.autotp.local_weights import FORWARDS, read_locally
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.training import PipelineTraining
 from oases.autotp.pipeline.units import install_units
 from oases.autotp.program import Program
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
-from oases.autotp.runner import Layer, LayerForward, Runner, StandaloneForward
+from oases.autotp.runner import Layer, Runner, StandaloneForward
 from oases.autotp.shards import Segments, Sharded
 from oases.autotp.signatures import LayerSignature
 from oases.autotp.tools.connection import ModelSaver, connect_tools, named_mesh, replace_functions, take_full_tensors
@@ -26,8 +26,6 @@ from oases.distributed.dtensors import mesh_of_group, to_dtensors
 from oases.distributed.guards import register_replaced, register_stage
 from oases.distributed.precision import set_needs
 from oases.distributed.replicas import average_replicas
-
-_FORWARDS = (LayerForward, StandaloneForward)
 
 
 def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
@@ -66,7 +64,7 @@ def _show_dtensors(
     outside_reads: parameters that code of the model reads itself, as tensors of this rank: where they are a layer's,
     which run as a stack, they stay as they are.
     """
-    layers = [each for each, part in model.named_modules() if isinstance(vars(part).get("forward"), _FORWARDS)]
+    layers = [each for each, part in model.named_modules() if isinstance(vars(part).get("forward"), FORWARDS)]
     plain = {each for each in outside_reads if any(each.startswith(f"{layer}.") for layer in layers)}
     some = next(model.parameters(), None)
     if some is not None and group_size(group) > 1:

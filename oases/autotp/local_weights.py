@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from oases.autotp.runner import LayerForward, StandaloneForward
 from oases.core.execution.dtensors import is_dtensor, read
 
+FORWARDS = (LayerForward, StandaloneForward)
+"""Forwards of layers that run as graphs."""
+
 
 class LocalWeights:
     """Local tensors in the places of modules' parameters, between `put` and `put_back`.
@@ -37,7 +40,9 @@ class LocalWeights:
             for name, parameter in held.items():
                 if is_dtensor(parameter) and not (self._replicated and _is_cut(parameter)):
                     if id(parameter) not in seen:
-                        seen[id(parameter)] = read(parameter)
+                        # A module that does not know of the cut, because it got the weight later, computes with all.
+                        known = not _is_cut(parameter) or name in getattr(module, "shard_dims", ())
+                        seen[id(parameter)] = read(parameter) if known else parameter.full_tensor()
                     kept.append((held, name, parameter))
                     held[name] = seen[id(parameter)]
         self._kept.append(kept)
@@ -68,7 +73,7 @@ def read_locally(model: nn.Module) -> LocalWeights:
 
 def _outside(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that hold parameters, but those of layers that run as graphs."""
-    if isinstance(vars(module).get("forward"), (LayerForward, StandaloneForward)):
+    if isinstance(vars(module).get("forward"), FORWARDS):
         return
     if any(each is not None for each in module._parameters.values()):
         yield module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
-from oases.autotp.local_weights import LocalWeights
+from oases.autotp.local_weights import FORWARDS, LocalWeights
 from oases.autotp.tools.recomputation import checkpoints
 from oases.core.blocks.randomness import default_generators
 from oases.core.execution.dtensors import is_dtensor
@@ -50,6 +50,8 @@ class ModelHooks:
         self._filled = False
         self._parameters: BlockParameters | None = None
         self._plain: set[str] | None = None
+        self._forwards: list[tuple[str, nn.Module, Any]] = []
+        """Layers, and modules outside of them with shards, with the forwards that the objects have of their own."""
         self.weights = LocalWeights(())
         """Local tensors that modules outside of layers read in a forward pass."""
 
@@ -73,6 +75,11 @@ class ModelHooks:
         named = dict(model.named_parameters())
         plain = {name for name, each in named.items() if not is_dtensor(each)}
         self._plain = plain if len(plain) < len(named) else None
+        layers = {name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), FORWARDS)}
+        for name, part in model.named_modules():
+            inside = any(name.startswith(f"{layer}.") for layer in layers)
+            if name in layers or (not inside and "tensor_parallel" in vars(part)):
+                self._forwards.append((name, part, vars(part).get("forward")))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         watch_passes(model, self._group_now)
@@ -109,6 +116,12 @@ class ModelHooks:
                 raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
             self._filled = True
         _require_unwrapped_layers(model)
+        for name, part, forward in self._forwards:
+            if part.__dict__.get("forward") is not forward:
+                raise UsageError(
+                    f"{name} got another forward, which would read this rank's shards: put it there before "
+                    "parallelize(), as a method of the class or of the module itself"
+                )
         if model.training and checkpoints(model):
             raise RuntimeError(
                 "gradient checkpointing would recompute layers one by one, but they run as one stack: call "

@@ -40,7 +40,7 @@ class StandaloneForward:
     def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
         self.module = module
         self.signature = signature
-        self.guard = TraceGuard(module, path, signature.states)
+        self.guard = TraceGuard(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's program; arguments and result are those of the layer."""
@@ -58,7 +58,7 @@ class StandaloneForward:
     def _run(self, found: list[Any], tree: pytree.TreeSpec) -> Any:
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self.guard.modes())
-        program = self.signature.program(call_signature, found, tree, -1, device, self.module)
+        program = self.signature.program(call_signature, found, tree, -1, device, self.guard)
         run, names = program.module
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
@@ -130,7 +130,7 @@ class Layer:
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
         made = self.signature.program(
-            call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
+            call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.guard
         )
         return (self.follows and bool(made.blocks) and made.behind) or made
 
@@ -347,7 +347,7 @@ class Runner:
             block.causal = pieces is not None and call.is_causal(block.number, causal)
             if not self.sharded:
                 block.adopt(self.layers[index].module)
-        training = any(any(call.call_signature.modes.training) for call in calls)
+        training = any(any(call.call_signature.modes) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
         inputs = [of_layer[index] for index in self.layer_of]

@@ -40,7 +40,7 @@ from oases.autotp.rules import is_linear, weight_of
 from oases.autotp.shapes import Segments, Split
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.trace_guard import Modes, TraceGuard, indices_in, inner_hooks, look_of, set_modes, states_of
+from oases.autotp.trace_guard import Reads, TraceGuard, indices_in, inner_hooks, look_of, set_values, values_of
 from oases.autotp.vocabulary import Vocabulary
 from oases.core.blocks.sharding import Cut
 from oases.errors import OverlapError, UsageError
@@ -61,14 +61,14 @@ class LayerSignature:
     ) -> None:
         self.twin = twin
         self.tp = tp
-        self.states = states_of(twin)
         flat, tree = leaves(args, kwargs)
-        modes = Modes(tuple(part.training for part in twin.modules()))
-        self._sample = CallSignature.of(flat, tree, modes), shapes_of(flat), _places_of(twin)
+        values = values_of(twin)
+        sample = CallSignature.of(flat, tree, tuple(part.training for part in twin.modules()))
+        self._sample = sample, shapes_of(flat), _places_of(twin)
         self._traces: dict[int, Exported | UnsplittableError] = {}
         """Graphs of the sample, or why there is none, by index in _VARYING, until it is run."""
         for level in (0, len(_VARYING) - 1):
-            found = self._traces[level] = self._exported(args, kwargs, modes, level)
+            found = self._traces[level] = self._exported(args, kwargs, sample, values, level)
             try:
                 if isinstance(found, UnsplittableError):
                     raise found
@@ -109,25 +109,25 @@ class LayerSignature:
         tree: pytree.TreeSpec,
         activation: int,
         device: Any,
-        layer: nn.Module,
+        guard: TraceGuard,
     ) -> Program:
-        """Program for a call of `layer` with this signature and leaves; traced if there is none."""
+        """Program for a call of a guard's layer with this signature and leaves; traced if there is none."""
         programs = self.programs.setdefault((call_signature, activation), [])
         for program in programs:
-            if program.accepts(found):
+            if program.accepts(found) and guard.holds(program.exported.reads):
                 return program
         args, kwargs = pytree.tree_map(self._whole_cache, pytree.tree_unflatten(found, tree), is_leaf=is_layer_cache)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
-        take_dtypes(self.twin, layer)
+        take_dtypes(self.twin, guard.layer)
         try:
-            exported, walk = self._traced(args, kwargs, (call_signature, activation))
+            exported, walk = self._traced(args, kwargs, (call_signature, activation), guard)
         except UnsplittableError as error:
             if any(map(is_layer_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_layer_cache))):
                 raise UsageError(f"{error}, with a key-value cache; {NO_CACHE}") from error
-            if states := call_signature.modes.states:
+            if changed := guard.changed():
                 raise UsageError(
-                    f"{error}, with another {', '.join(sorted({each.name for each in states}))} than at "
+                    f"{error}, with another {changed} than at "
                     "parallelize(); set it back (peft: unmerge_adapter(), set_adapter()), or before parallelize()"
                 ) from error
             raise UsageError(
@@ -135,6 +135,7 @@ class LayerSignature:
                 "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
                 "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
             ) from error
+        guard.note(exported.reads)
         blocks, others, reason = [], list[Any](), "it has no activation"
         try:
             if activation >= 0 and exported.inputs[activation] is not None:
@@ -147,7 +148,7 @@ class LayerSignature:
         return programs[-1]
 
     def _traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int], guard: TraceGuard
     ) -> tuple[Exported, Splitter]:
         """Graph of a call and its sharding, with as many dynamic lengths as it allows.
 
@@ -157,8 +158,11 @@ class LayerSignature:
         traces, self._traces = self._traces, {}
         if self._sample != (key[0], shapes_of(flat), _places_of(self.twin)):
             traces = {}
+        values = values_of(guard.layer)
         for level in range(self._levels.get(key, 0), len(_VARYING)):
-            found = traces.get(level) or self._exported(args, kwargs, key[0].modes, level)
+            found = traces.get(level)
+            if found is None or (isinstance(found, Exported) and not guard.holds(found.reads)):
+                found = self._exported(args, kwargs, key[0], values, level)
             try:
                 if isinstance(found, UnsplittableError):
                     raise found
@@ -172,20 +176,24 @@ class LayerSignature:
         raise AssertionError("the last level returns or raises")
 
     def _exported(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes, level: int
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallSignature, values: Reads, level: int
     ) -> Exported | UnsplittableError:
         """Graph of a call with the dynamic lengths of a level, or why there is none."""
-        set_modes(self.twin, modes, self.states)  # each time: a forward that cannot be traced may have changed some
+        set_values(self.twin, values)  # each time: a forward that cannot be traced may have changed some
+        for part, training in zip(self.twin.modules(), call.modes, strict=True):
+            part.training = training
         try:
-            return export(self.twin, args, kwargs, _VARYING[level])
+            with torch.set_grad_enabled(call.gradients):  # not as in the pass that needs it, which may recompute
+                return export(self.twin, args, kwargs, _VARYING[level])
         except UnsplittableError as error:
             return error
 
     def sample(self, call: TracedCall, activation: int) -> Program:
         """Program of a traced call."""
         flat, tree = leaves(call.args, call.kwargs)
-        signature = CallSignature.of(flat, tree, TraceGuard(call.module, "", self.states).modes())
-        return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
+        guard = TraceGuard(call.module, "")
+        signature = CallSignature.of(flat, tree, guard.modes())
+        return self.program(signature, flat, tree, activation, flat[activation].device, guard)
 
     def _whole_cache(self, held: Any) -> Any:
         """A LayerCache of the unsharded layer, without data; anything else itself."""

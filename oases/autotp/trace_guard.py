@@ -1,17 +1,22 @@
 """Guard of a layer's trace: what a graph does not hold, and what changed since and is traced again or refused.
 
-Traced again: training modes, and attributes with plain values. Refused: hooks within the layer, other forwards and
-submodules, other tensors as attributes, and Python code for the backward pass. Weights, buffers and `requires_grad`
-may change; a graph reads them anew.
+A trace notes which attributes it reads: of the layer's modules, their classes, the objects that they hold, such as
+configurations, and globals. Traced again: training modes, plain values among these, and what classes hold. Refused:
+hooks within the layer, other forwards and submodules, other objects among these, and Python code for the backward
+pass. Weights, buffers and `requires_grad` may change; a graph reads them anew.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import inspect
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,135 +100,287 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
 
 
-@dataclass(frozen=True)
-class State:
-    """Attribute of a submodule that has another value than when the layer was traced.
+Read = tuple[int | str, tuple[Any, ...]]
+"""Attribute of a layer: number of the submodule in `layer.modules()`, and names or keys from there.
 
-    part: index of the submodule in `layer.modules()`. key: of the value, which it is compared by.
-    """
-
-    part: int
-    name: str
-    key: Any
-    value: Any = field(compare=False, repr=False)
+Or the name of a module of Python, and a global of it.
+"""
+Reads = Mapping[Read, Any]
+"""Attributes that a trace read, with their values then."""
 
 
-class Modes(NamedTuple):
-    """Training mode of each submodule of a layer, and its attributes that differ from those it was traced with."""
-
-    training: tuple[bool, ...] = ()
-    states: tuple[State, ...] = ()
+class _ABSENT:
+    """Value of an attribute that is not there; a class, because a copy of a class is itself."""
 
 
-States = Sequence[Mapping[str, Any]]
-"""Plain attributes of each submodule, see `states_of`."""
+_CONTAINERS = (dict, list, tuple)
+_OPAQUE = frozenset(("torch", "oases", *sys.stdlib_module_names))
+"""Packages whose objects have no attributes of the model's author."""
 
 
-def states_of(layer: nn.Module) -> States:
-    """Copies of each submodule's attributes with plain values; other values are another graph."""
+def _items(holder: Any) -> list[tuple[Any, Any]]:
+    """Names and values of an object's attributes, or a container's keys and items."""
+    if isinstance(holder, _CONTAINERS):
+        return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+    slots = [name for kind in type(holder).__mro__ for name, each in vars(kind).items()
+             if isinstance(each, MemberDescriptorType) and name[:2] != "__" and hasattr(holder, name)]  # fmt: skip
+    held = _attributes_of(holder).items()
     return [
-        {name: copy.deepcopy(value) for name, value in _attributes(part).items()
-         if name not in _OURS and _is_plain(value)}
-        for part in layer.modules()
-    ]  # fmt: skip
+        *(each for each in held if each[0] not in _OF_MODULES),
+        *((name, getattr(holder, name)) for name in slots),
+    ]
 
 
-def set_modes(layer: nn.Module, modes: Modes, traced: States) -> None:
-    """Set the training mode and the states of each submodule, as `TraceGuard.modes` returned them."""
+def _holders(holder: Any, seen: set[int], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """An object and the objects and containers that it holds, each once, with the way to it."""
+    seen.add(id(holder))
+    yield path, holder
+    for name, each in _items(holder):
+        known = isinstance(each, (*_CONTAINERS, SimpleNamespace, argparse.Namespace))
+        foreign = _is_foreign(type(each).__module__) or isinstance(each, (nn.Module, Tensor, type))
+        if id(each) not in seen and not _is_plain(each) and (known or not foreign):
+            yield from _holders(each, seen, (*path, name))
+
+
+def _holders_in(layer: nn.Module) -> Iterator[tuple[int, tuple[Any, ...], Any]]:
+    """What holds attributes of a layer: its submodules, numbered, and the objects that they hold."""
+    seen = {id(part) for part in layer.modules()}
+    for at, part in enumerate(layer.modules()):
+        yield from ((at, *found) for found in _holders(part, seen))
+
+
+def _value(holder: Any, path: Sequence[Any]) -> Any:
+    """Value at the end of a path: of an object, else of its class as it stands there; _ABSENT for none."""
+    for name in path:
+        kind = type(holder)  # isinstance() would ask the object, which takes long for a configuration of transformers
+        if issubclass(kind, _CONTAINERS):
+            inside = name in holder if issubclass(kind, dict) else name < len(holder)
+            holder = holder[name] if inside else _ABSENT
+        elif name in (held := _attributes_of(holder)):
+            holder = held[name]
+        else:
+            found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
+            holder = getattr(holder, name, _ABSENT) if isinstance(found, MemberDescriptorType) else found
+    return holder
+
+
+def _attributes_of(holder: Any) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:  # it has slots
+        return {}
+    return found
+
+
+def _same(one: Any, other: Any, *, deep: bool = True) -> bool:
+    """Whether two values are equal, plain ones and containers by value. deep: with the items of containers."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return [*one] == [*other] and not (deep and not all(map(_same, one.values(), other.values())))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and not (deep and not all(map(_same, one, other)))
+    return one == other if isinstance(one, (set, frozenset)) else isinstance(one, _PLAIN) and repr(one) == repr(other)
+
+
+def values_of(layer: nn.Module) -> dict[Read, Any]:
+    """Copies of the plain values that a layer's submodules, and the objects that they hold, have as attributes."""
+    return {
+        (at, (*path, name)): copy.deepcopy(value)
+        for at, path, holder in _holders_in(layer) for name, value in _items(holder)
+        if _is_plain(value) and name not in _OURS
+    }  # fmt: skip
+
+
+def set_values(layer: nn.Module, values: Reads) -> None:
+    """Give a copy of a layer the plain values of another, see `values_of`."""
     parts = list(layer.modules())
-    for part, training, values in zip(parts, modes.training, traced, strict=True):
-        part.training = training
-        vars(part).update(copy.deepcopy(dict(values)))
-    for state in modes.states:
-        vars(parts[state.part])[state.name] = copy.deepcopy(state.value)
+    for (at, (*path, name)), value in values.items():
+        holder = _value(parts[at], path)
+        if isinstance(holder, (dict, list)):
+            holder[name] = copy.deepcopy(value)
+        elif holder is not _ABSENT and not isinstance(holder, tuple):
+            object.__setattr__(holder, name, copy.deepcopy(value))
+
+
+@contextmanager
+def noted_reads(layer: nn.Module) -> Iterator[Counter[Read]]:
+    """Context that counts which attributes of a copy of a layer are read.
+
+    The classes of what holds them are replaced by subclasses; where a class has none, all attributes count as read.
+    """
+    found = Counter[Read]()
+    ways: dict[int, Read] = {}
+    classes: dict[type, type] = {}
+
+    def noting(kind: type, slotted: bool) -> type:
+        aliases, module = getattr(kind, "attribute_map", {}), issubclass(kind, nn.Module)
+
+        def read(self: Any, name: str) -> Any:
+            of_torch = name in _OF_MODULES or (module and hasattr(nn.Module, name))
+            if not (of_torch or name.startswith("__") or name in _OURS):
+                at, path = ways.get(id(self), (-1, ()))
+                found[at, (*path, aliases.get(name, name))] += 1
+            return kind.__getattribute__(self, name)
+
+        body = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {**body, **({"__slots__": ()} if slotted else {})})
+
+    replaced = []
+    for at, path, holder in list(_holders_in(layer)):
+        kind = type(holder)
+        try:
+            if kind not in classes:
+                classes[kind] = noting(kind, not hasattr(holder, "__dict__"))
+            object.__setattr__(holder, "__class__", classes[kind])
+        except TypeError:  # a container, or a class that asks its subclasses for more
+            found.update((at, (*path, name)) for name, _ in _items(holder))
+        else:
+            ways[id(holder)] = at, path
+            replaced.append((holder, kind))
+    try:
+        yield found
+    finally:
+        for holder, kind in replaced:
+            object.__setattr__(holder, "__class__", kind)
+
+
+def read_values(layer: nn.Module, noted: Counter[Read]) -> dict[Read, Any]:
+    """Values of what was read in `noted_reads`, and of the globals that the functions among it name."""
+    parts = list(layer.modules())
+    found: dict[Read, Any] = {
+        (at, path): _value(parts[at], path)
+        for (at, path), times in noted.items() if times > 0 and isinstance(at, int) and at >= 0
+        if not any(path[0] in held for held in (parts[at]._parameters, parts[at]._buffers, parts[at]._modules))
+    }  # fmt: skip
+    seen: set[Any] = set()
+    queue: list[Any] = [*(type(part).forward for part in parts), *found.values()]
+    while queue:
+        given = queue.pop()
+        function = inspect.unwrap(getattr(given, "fget", None) or getattr(given, "__func__", given))
+        if not isinstance(function, FunctionType) or function in seen or _is_foreign(function.__module__):
+            continue
+        seen.add(function)
+        names, module = set(_names_in(function.__code__)), sys.modules.get(function.__module__)
+        for path in [(name,) for name in names] + [(name, inner) for name in names for inner in names]:
+            holder = _value(module, path[:-1])
+            value = _ABSENT if path[1:] and (_is_plain(holder) or _of_foreign(holder)) else _value(holder, path[-1:])
+            if _is_plain(value) or (isinstance(value, FunctionType) and not _of_foreign(value)):
+                found[function.__module__, path] = copy.deepcopy(value)
+                queue.append(value)
+    return found
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    """Names of globals and attributes in a function's code, and in that of functions inside of it."""
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for each in code.co_consts:
+            yield from _names_in(each)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in _OPAQUE
+
+
+def _of_foreign(value: Any) -> bool:
+    return _is_foreign(str(getattr(value, "__module__", getattr(value, "__name__", ""))))
 
 
 class TraceGuard:
-    """Check of a traced layer before each call. path: its name in the model. traced: states of the traced copy."""
+    """Check of a traced layer before each call. path: its name in the model."""
 
-    def __init__(self, layer: nn.Module, path: str, traced: States) -> None:
-        self._layer, self._path = layer, path
+    def __init__(self, layer: nn.Module, path: str) -> None:
+        self.layer, self._path = layer, path
         self._names = {part: name for name, part in layer.named_modules()}
         self._parts = list(self._names)
         self._fixed = [self._forwards_and_modules(part) for part in self._parts]
-        self._tensors = [(part, name, value) for part in self._parts for name, value in _attributes(part).items()
-                         if isinstance(value, Tensor)]  # fmt: skip
-        # The copy has all adapters active. So what may differ between the two (private attributes, as peft's
-        # `_disable_adapters`, and collections, as its `scaling`) is compared with the copy's, and others, of which
-        # one may be the layer's index, with the layer's own.
-        self._watched = [
-            (at, part, name, comparison_key(
-                value if name.startswith("_") or isinstance(value, (list, tuple, set, dict)) else vars(part)[name]
-            ))
-            for at, (part, values) in enumerate(zip(self._parts, traced, strict=True))
-            for name, value in values.items() if _is_plain(vars(part).get(name, layer))
-        ]  # fmt: skip
-        self._seen: list[Any] = []
-        self._states: tuple[State, ...] = ()
-        self._values: dict[tuple[int, str], set[Any]] = {}
-        """Values that each state has had besides the traced one: each is traced."""
+        self._begun: dict[Read, Any] = {
+            (at, (*way, name)): copy.deepcopy(value) if _is_plain(value) else value
+            for at, way, holder in _holders_in(layer) for name, value in _items(holder)
+        }  # fmt: skip
+        self._traced: dict[Read, list[Any]] = {}
+        """Values of what was read, of each trace that this layer asked for."""
 
-    def modes(self) -> Modes:
-        """Modes of the layer, after the check. RuntimeError where it has changed otherwise."""
+    def modes(self) -> tuple[bool, ...]:
+        """Training mode of each submodule, after a check of the rest. RuntimeError where it has changed."""
         for part, fixed in zip(self._parts, self._fixed, strict=True):
-            if part is not self._layer and _hooked(part):
+            if part is not self.layer and _hooked(part):
                 raise self._changed(part, "got hooks, which would not be called: add them")
             if (now := self._forwards_and_modules(part)) != fixed:
                 if now[:2] != fixed[:2]:
                     raise self._changed(part, "got another forward: put it there")
                 names = dict.fromkeys(name for name, _ in {*now[2]} ^ {*fixed[2]})
                 raise self._changed(part, f"has another module {', '.join(names)} now: put it there")
-        for part, name, tensor in self._tensors:
-            if part.__dict__.get(name) is not tensor:
-                raise self._changed(part, f"had {name} and has another tensor now: set it")
-        # Most calls compare alone: a step calls this for every layer.
-        values = [part.__dict__.get(name, self) for _, part, name, _ in self._watched]
-        if values != self._seen:
-            self._see(values)
-        return Modes(tuple([part.training for part in self._parts]), self._states)
+        return tuple([part.training for part in self._parts])
 
     def _forwards_and_modules(self, part: nn.Module) -> list[Any]:
         """Forward of an object and of its class, and its modules; the layer's own forward runs its trace."""
-        own = None if part is self._layer else part.__dict__.get("forward")
+        own = None if part is self.layer else part.__dict__.get("forward")
         return [own, type(part).forward, [*part._modules.items()]]
 
-    def _see(self, values: list[Any]) -> None:
-        """Take over states that have changed since the last call. RuntimeError where a value is no plain one."""
-        states: list[State] = []
-        for (at, part, name, traced), value in zip(self._watched, values, strict=True):
-            if not _is_plain(value):
-                found = "none" if value is self else f"a {type(value).__name__} of other values than plain ones"
-                raise self._changed(part, f"had a plain {name} and has {found} now: set it")
-            if (key := comparison_key(value)) != traced:
-                states.append(State(at, name, key, copy.deepcopy(value)))
-        self._states, self._seen = tuple(states), copy.deepcopy(values)
-        for state in states:
-            known = self._values.setdefault((state.part, state.name), set())
-            known.add(state.key)
+    def holds(self, reads: Reads) -> bool:
+        """Whether the layer has the values that a trace read. RuntimeError for another object than at the start."""
+        found = True
+        for (at, path), traced in reads.items():
+            value, begun = _value(self._root(at), path), self._begun.get((at, path), _ABSENT)
+            if value is traced or (value is begun and type(value) not in _PLAIN):
+                continue
+            if _same(value, traced, deep=_is_plain(value)):  # else items are read by themselves
+                continue
+            if _is_plain(value) and (_is_plain(traced) or traced is _ABSENT):
+                found = False
+            elif not _same(value, begun):
+                holder = _value(self._root(at), path[:-1])
+                if isinstance(at, str):
+                    found = False
+                elif value is _ABSENT or isinstance(holder, _CONTAINERS) or path[-1] in _attributes_of(holder):
+                    now = "none" if value is _ABSENT else f"another {type(value).__name__}"
+                    name = ".".join(map(str, path))
+                    raise self._changed(self._root(at), f"had {name} and has {now} now: set it")
+                found = False
+        return found
+
+    def _root(self, at: int | str) -> Any:
+        return sys.modules[at] if isinstance(at, str) else self._parts[at]
+
+    def note(self, reads: Reads) -> None:
+        """Note what a trace for this layer read. RuntimeError where there are too many of them."""
+        for (at, path), value in reads.items():
+            known = self._traced.setdefault((at, path), [])
+            known += [] if any(_same(value, each) for each in known) else [value]
             if len(known) > MOST_VALUES:
                 raise RuntimeError(
-                    f"{self._where(self._parts[state.part], state.name)} has had {len(known)} values, now "
-                    f"{short(state.value)}, and the layer is traced again for each; keep what changes in every step "
-                    "outside of the layer"
+                    f"{self._where(self._root(at), path)} has had {len(known)} values, now {short(value)}, and the "
+                    "layer is traced again for each; keep what changes in every step outside of the layer"
                 )
+
+    def changed(self) -> str:
+        """Names of plain values that are others now than at the start."""
+        now = values_of(self.layer)
+        return ", ".join(sorted({str(path[-1]) for (at, path), value in now.items()
+                                 if not _same(value, self._begun.get((at, path), _ABSENT))}))  # fmt: skip
 
     def _changed(self, part: nn.Module, what: str) -> RuntimeError:
         where = self._where(part) or "the model"
         return RuntimeError(f"{where} {what} before parallelize(), which traced the layer as it was then")
 
-    def _where(self, part: nn.Module, name: str = "") -> str:
-        return ".".join(each for each in (self._path, self._names[part], name) if each)
+    def _where(self, part: nn.Module, path: Sequence[Any] = ()) -> str:
+        own = (self._path, self._names[part]) if isinstance(part, nn.Module) else (part.__name__,)
+        return ".".join(str(each) for each in (*own, *path) if each != "")
 
 
 def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
     """Function that returns the attributes assigned on a module and its submodules since this call."""
 
+    paths = [path.split(".") if path else [] for path, _ in module.named_modules()]
+
     def look() -> dict[str, tuple[Any, Any]]:
         """Each attribute, kept so that its id stays unique, and its comparison key."""
         return {
-            f"{path}.{name}".lstrip("."): (value, comparison_key(value))
-            for path, part in module.named_modules()
-            for name, value in _attributes(part).items()
+            ".".join(map(str, (*paths[at], *path, name))): (value, comparison_key(value))
+            for at, path, holder in _holders_in(module)
+            for name, value in _items(holder)
         }
 
     before = look()

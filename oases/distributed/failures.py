@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.core.execution.call import refuse_second_derivatives
 from oases.core.execution.failure import Failure, check, monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, all_gather_objects
 from oases.errors import UsageError
@@ -80,6 +81,7 @@ class _Passes:
                 tensor.register_hook(self._arrived)
 
     def _arrived(self, grad: Tensor) -> None:
+        refuse_second_derivatives(self._where)
         watch_backward(monitor_of(self._group()), self._where)
 
 

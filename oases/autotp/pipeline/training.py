@@ -27,6 +27,7 @@ from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.fsdp import FsdpUnit, HeldUnit
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.messages import StageMessages
+from oases.distributed.parameter_hooks import DeferredHooks
 from oases.distributed.pipeline import StageRunner
 from oases.distributed.replicas import AverageSwitch, average_over
 from oases.distributed.sharded_gradients import ShardedGradientAverager
@@ -92,6 +93,7 @@ class PipelineTraining:
             self._average = self._averager()
             if mesh.num_stages == 1:
                 self._calls = average_over(model, self._data, options.gradient_wire)
+        self._parameter_hooks = DeferredHooks(lambda _: None)
         self._tied: dict[str, bool] = {}
         """Parameters of this stage that others have, too, by name: whether they are trained."""
         self._shared, self._trained = self._share(), self._trainable()
@@ -135,17 +137,16 @@ class PipelineTraining:
         """
         batches, weights = self._split(args, kwargs)
         self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
-        before = [parameter.grad for parameter, _ in self._shared]
-        for parameter, _ in self._shared:
-            parameter.grad = None
+        shared = [parameter for parameter, _ in self._shared]
+        self._parameter_hooks.take(shared if self.units else self._model.parameters())
+        self._parameter_hooks.begin(shared)
         with self._gathered():
             losses = self._runner.run(self._forward(batches, weights), self._average)
-        for (parameter, group), gradient in zip(self._shared, before, strict=True):
+        for parameter, group in self._shared:
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             all_reduce(local_of(parameter.grad), group_of(group), "shared parameters")
-            if gradient is not None:
-                parameter.grad += gradient
+        self._parameter_hooks.end()
         return self._total(losses)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -302,7 +303,7 @@ class PipelineTraining:
         if number * self._replicas == 1:
             return torch.ones(1, dtype=torch.float64)
         self._require_equal_divisors(cut, flow)
-        if any(each.weighted and each.mean for each in flow.targets):
+        if any(each.weighted for each in flow.targets):
             raise UsageError(
                 "the loss is a mean by weights of classes, whose sum in each micro-batch is unknown; take one "
                 'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
@@ -328,13 +329,14 @@ class PipelineTraining:
                 "loss; leave such samples out, or take fewer micro_batches"
             )
         shares = counts * self._replicas / total[:-1, None]
-        means = all(each.mean for each in flow.targets)
+        means = flow.mean is not None and flow.mean <= {each.leaf for each in flow.targets}
         wanted = shares[:1] if means else torch.full((1, 1), 1 / number, dtype=torch.float64)
         apart = (shares - wanted).abs().max().to(self._device)
         if (len(shares) > 1 or not means) and all_reduce(apart, self._data, "labels", largest=True) > 1e-9:
-            what = f"a sum of {len(shares)} cross entropies" if means else "no plain mean of a cross entropy"
+            what = f"is a sum of {len(shares)} cross entropies"
             raise UsageError(
-                f"the loss is {what}, and micro-batches, or replicas, have other numbers of labels: here "
+                f"the loss {what if means else 'has other terms than the mean of a cross entropy'}, and "
+                "micro-batches, or replicas, have other numbers of labels: here "
                 f"{counts.long().tolist()}; give each as many that are not {flow.targets[0].ignored}, or take one "
                 "micro-batch and replica"
             )

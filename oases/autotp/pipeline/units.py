@@ -145,23 +145,32 @@ class UnitForward:
         return self.units.called(self.unit, self.forward, args, kwargs)
 
 
-class StubModule(nn.Module):
-    """Unit without weights on this rank. Other attributes are those of the unit."""
+_AS_CONTAINER = ("__getitem__", "__len__", "__iter__", "__contains__", "keys", "values", "items")
 
-    def __init__(self, units: Units, unit: str) -> None:
-        nn.Module.__init__(self)
-        self.__dict__["_units"], self.__dict__["_unit"] = units, unit
+
+class StubModule(nn.Module):
+    """Unit without weights on this rank. Its parts are those of its fake copy."""
 
     @staticmethod
-    def of(module: nn.Module, units: Units, unit: str) -> StubModule:
-        """Stand-in of the module's class, which code around layers may ask for.
+    def replace(module: nn.Module, units: Units, unit: str) -> None:
+        """Make a stub of a module in place, wherever the model keeps it. Code around layers may ask for its class.
 
         Hooks of transformers, which record hidden states, stay; others would see values that are not computed here.
         """
-        kind = type(f"StubOf{type(module).__name__}", (StubModule, type(module)), {})
-        found: StubModule = kind(units, unit)
-        found._forward_hooks.update(recorders(module))
-        return found
+        hooks = recorders(module)
+        held: Any = vars(module)
+        held.pop("forward", None)
+        for each in (module._parameters, module._buffers, module._modules, module._forward_pre_hooks):
+            each.clear()
+        module._forward_hooks.clear()
+        module._forward_hooks.update(hooks)
+        held.update(_units=units, _unit=unit)
+        of_twin = {
+            name: lambda self, *args, name=name: getattr(self._units.twin(self._unit), name)(*args)
+            for name in _AS_CONTAINER
+            if hasattr(type(module), name)
+        }
+        module.__class__ = type(f"StubOf{type(module).__name__}", (StubModule, type(module)), of_twin)
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the unit; its weights have no data."""
@@ -185,8 +194,7 @@ def take_stage(
     """Replace the units and free the parameters of other stages in place. dtype: of weights; None: as they are."""
     for name in names:
         if stage not in division.stages_of[name]:
-            module = model.get_submodule(name)
-            _replace(model, module, StubModule.of(module, units, name))
+            StubModule.replace(model.get_submodule(name), units, name)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if stage not in division.holders[name]:
             path, _, last = name.rpartition(".")
@@ -203,11 +211,3 @@ def install_units(model: nn.Module, units: Units, names: Sequence[str]) -> None:
         module: Any = model.get_submodule(name)
         if not isinstance(module, StubModule):
             module.forward = UnitForward(units, name, module.forward)
-
-
-def _replace(model: nn.Module, module: nn.Module, other: nn.Module) -> None:
-    """Put another module in all places of a module."""
-    for holder in list(model.modules()):
-        for name, child in list(holder._modules.items()):
-            if child is module:
-                holder._modules[name] = other
