@@ -70,7 +70,7 @@ def page(rows: Sequence[Row]) -> Iterable[str]:
         "",
         f"{len(ALL)} small models of transformers with random weights, each trained for two steps in one process and",
         "on two ranks: over tensor-parallel ranks by oases and by the plan that a model carries (`tp_plan`), over",
-        "data-parallel ones by FSDP2 and DistributedDataParallel. Written by `python -m reliability.checks --page FILE`.",
+        "data-parallel ones by FSDP2 and DDP. `python -m reliability.checks --page FILE` writes this page.",
         "",
         "| way | equal | differs | refused | seconds a check, median |",
         "|---|---|---|---|---|",

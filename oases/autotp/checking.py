@@ -219,7 +219,7 @@ def check(model: nn.Module, mesh: Any, plan: Plan | None, spec: ParallelSpec, op
 def _require_group(mesh: Any) -> None:
     """Raise UsageError in inference mode, and for a rank of several without a group, which would train alone."""
     if torch.is_inference_mode_enabled():
-        raise UsageError("parallelize() in torch.inference_mode() makes weights that cannot be trained; call it outside")
+        raise UsageError("parallelize() in inference_mode() makes weights that cannot be trained; call it outside")
     ranks = os.environ.get("WORLD_SIZE", "")
     if mesh is None and resolve(None) is None and ranks.isdecimal() and int(ranks) > 1:
         raise UsageError(

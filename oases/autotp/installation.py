@@ -55,6 +55,7 @@ def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
         _attach(model, save_pretrained=ModelSaver(model, group))
     mesh = mesh if steps is None else mesh or steps.mesh
     _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
+    hooks.note_forwards(model)
 
 
 def _show_dtensors(

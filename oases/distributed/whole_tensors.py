@@ -89,7 +89,13 @@ def _computed(op: Any, args: Any, kwargs: Any) -> Any:
     ours = tree_map(whole, (args, kwargs))
     result = op(*ours[0], **ours[1])
     for each in _written(op, args, kwargs):
-        keep_part(*wholes[id(each.base if isinstance(each, View) else each)])
+        tensor, full = wholes[id(each.base if isinstance(each, View) else each)]
+        if tensor.shape != full.shape:
+            raise UsageError(
+                f"{op} would give a DTensor of shape {tuple(tensor.shape)} another one, {tuple(full.shape)}; compute "
+                "with tensor.full_tensor(), and copy_() the result"
+            )
+        keep_part(tensor, full)
     same = {id(new): old for new, old in zip(tree_leaves(ours), tree_leaves((args, kwargs)), strict=True)}
     return tree_map_only(Tensor, lambda each: same.get(id(each), each), result)
 

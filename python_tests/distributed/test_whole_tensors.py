@@ -124,7 +124,7 @@ def drawn_again(model):
 def initialised(model):
     torch.manual_seed(7)
     for each in model.parameters():
-        if each.ndim == 2:
+        if each.ndim == 2 and len(each) >= each.shape[1]:
             nn.init.orthogonal_(each)
     nn.init.trunc_normal_(model.lm_head.weight, std=0.02)
     nn.init.eye_(model.model.layers[0].self_attn.q_proj.weight)
@@ -216,12 +216,14 @@ def refusals():
         said(lambda: dist.all_reduce(weight.grad)),
         said(lambda: dist.broadcast(weight.data, 0)),
         said(lambda: weight @ torch.ones(5, 5, dtype=torch.double)),
+        said(weight.detach().t_),
     ]
 
 
 def test_what_has_no_meaning_is_refused(two_ranks):
-    for reduced, sent, wrong in two_ranks.run(refusals):
+    for reduced, sent, wrong, turned in two_ranks.run(refusals):
         for text in (reduced, sent):
             assert "UsageError: c10d." in text, text
             assert "tensor.to_local(), or all of it, tensor.full_tensor()" in text, text
         assert "mat1 and mat2 shapes cannot be multiplied" in wrong, wrong
+        assert "UsageError: aten.t_.default would give a DTensor of shape (90, 32) another one" in turned, turned

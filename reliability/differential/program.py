@@ -37,6 +37,12 @@ FAMILIES = {
     "gemma3": ("Gemma3", f"{_GATED}, head_dim=4, sliding_window=4"),
 }  # fmt: skip
 """Class, without its end, and options of small models of transformers."""
+MIXING = {
+    "samples": "x = x - 0.5 * x.mean(0, keepdim=True)", "rolled": "x = x + 0.5 * x.roll(1, 0)",
+    "tokens": "x = x - 0.5 * x.mean(1, keepdim=True)", "shifted": "x = x + 0.5 * x.roll(1, 1)",
+    "summed": "x = x + 0.2 * x.cumsum(1)",
+}  # fmt: skip
+"""Statements of a layer in which samples or tokens depend on each other."""
 _MARK = re.compile(r"<(\w+)(?::((?:[^<>]|<\w+>)*))?>")
 _NORMS = {"layer": "nn.LayerNorm(<d>)", "rms": "nn.RMSNorm(<d>)", "own": "Norm()", "none": "nn.Identity()"}
 _FLAGS = (
@@ -164,6 +170,8 @@ def _forward(case: Case) -> Iterator[str]:
         yield "x = x * self.volume"
     if case["buffer"] in ("scale", "transient"):
         yield "x = x * self.factor"
+    if case["mixing"] != "none":
+        yield MIXING[case["mixing"]]
     number = iter(range(4))
 
     def normed(value: str) -> str:
@@ -180,7 +188,7 @@ def _forward(case: Case) -> Iterator[str]:
             inner = f"self.{part}({normed('x')})"
             outer = {"sandwich": lambda: normed(inner), "scaled": lambda: f"self.scale * {inner}"}  # noqa: B023
             yield f"x = x + {outer.get(form, lambda: inner)()}"  # noqa: B023
-    yield "return x, x.mean()" if case["call"] == "pair" else "return x"
+    yield {"pair": "return x, x.mean()", "streams": "return x, other + x"}.get(case["call"], "return x")
 
 
 def _loss(case: Case, data: str) -> str:
