@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.dtypes import QUANTISED_BLOCK
@@ -21,7 +22,10 @@ from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.distributed.collectives import agreed_group
 from oases.distributed.dtensors import part_of_rank
+from oases.errors import UsageError
 from oases.plans.plan import BUCKET_BYTES
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class _Bucket:
@@ -190,6 +194,24 @@ class GradientAverager:
         finally:
             self._active = False
         self.finish()
+
+    @torch.no_grad()
+    def require_equal_parameters(self) -> None:
+        """Raise UsageError, on all ranks, where a parameter is not equal to the bit on the ranks of its group."""
+        for lane in self._lanes:
+            held = [each for bucket in lane.buckets for each in bucket.parameters]
+            parts = [part_of_rank(each).flatten() for each in held]
+            bits = [part.view(_INTEGERS.get(part.element_size(), torch.int64)) for part in parts]
+            sums = torch.stack([each.sum(dtype=torch.int64) for each in bits])
+            sums = torch.cat([sums, -sums])
+            dist.all_reduce(sums, dist.ReduceOp.MAX, lane.group)
+            apart = (sums[: len(held)] != -sums[len(held) :]).nonzero().flatten().tolist()
+            if apart:
+                raise UsageError(
+                    f"{len(apart)} parameters, such as one of shape {list(held[apart[0]].shape)}, differ between "
+                    "replicas: a rank has changed them alone, by random numbers, another learning rate or a step "
+                    "that others left out; change them alike on all ranks"
+                )
 
     def begin(self) -> None:
         """Send each bucket once its gradients are complete, until `finish`."""

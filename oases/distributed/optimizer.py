@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from oases.core.blocks.sharding import holders
 from oases.core.execution.failure import is_sampled
-from oases.core.execution.group import (
-    ProcessGroup,
-    all_gather_objects,
-    group_name,
-    group_of,
-    group_rank,
-    group_size,
-)
+from oases.core.execution.group import ProcessGroup, all_gather_objects, group_name, group_of, group_rank, group_size
 from oases.distributed.collectives import broadcast_shares
 from oases.distributed.dtensors import is_fsdp_shard, is_tensor_parallel, part_of_rank, with_local
 from oases.distributed.expert_groups import averaging_group
@@ -42,9 +35,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: parameters or parameter groups, the same on all ranks of a data-parallel group. optimizer_class, options:
     of the optimizer that updates them. data_parallel: by parameter, the ranks over which its state is sharded; None:
     every rank has all state. master_weights: keep float32 copies of parameters of lower precision; their gradients
-    are accumulated in float32. dtype: convert the parameters to it, after the master weights have been copied; None
-    keeps each type. originals: see `Needs`. Create it on every rank, with the model on its device, before anything
-    depends on dtypes. Shards of FSDP stay as they are.
+    are accumulated in float32. originals: see `Needs`. Create it on every rank, with the model on its device. Shards
+    of FSDP stay as they are.
 
     State and master weight of a parameter are on one rank of its group, which updates it and broadcasts it in the
     parameter's type. Gradients must be averages over the group. Learning rates are those of `param_groups`. Where
@@ -58,7 +50,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         data_parallel: DataParallel | None = None,
         master_weights: bool = False,
-        dtype: torch.dtype | None = None,
         originals: Originals | None = None,
         **options: Any,
     ) -> None:
@@ -80,11 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._owned[name] = _distribute(held, group_size(group))
                 mine = self._owned[name][group_rank(group)]
             for one in mine:
-                rounded = master_weights and is_low(dtype or one.dtype) and not is_fsdp_shard(one)
+                rounded = master_weights and is_low(one.dtype) and not is_fsdp_shard(one)
                 self._updated[one] = nn.Parameter(_placed(one, master_of(one, originals or {}))) if rounded else one
         for parameter in parameters:
-            if dtype is not None and not is_fsdp_shard(parameter):
-                parameter.data = parameter.data.to(dtype)
             if master_weights and is_low(parameter.dtype):
                 parameter.grad_dtype = torch.float32
         groups = [each | {"params": self._here(each["params"])} for each in self.param_groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -310,6 +311,13 @@ class PipelineTraining:
                 'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
             )
         if not flow.targets:
+            if self._number == 1:
+                warnings.warn(
+                    "train_step() takes the loss, which is no mean of a cross entropy, for a mean over samples: over "
+                    f"{number} micro-batches and {self._replicas} replicas one that compares samples, or divides by "
+                    "a number of the batch, is not that of the batch, as by gradient accumulation in one process",
+                    stacklevel=4,
+                )
             mine = torch.tensor([samples], dtype=torch.float64, device=self._device)
             share = samples * self._replicas / float(all_reduce(mine, self._data, "samples"))
             return torch.full((number,), share / number, dtype=torch.float64)
