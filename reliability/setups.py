@@ -37,8 +37,8 @@ SECONDS = 120.0
 """Time limit of a set-up."""
 MESH = ("pp", "dp", "tp")
 SIZES = {
-    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 EXACT, BFLOAT16, INT8 = 1e-5, 5e-3, 5e-3
 """Largest differences of losses: in float32, under autocast, with quantised sums."""
@@ -90,9 +90,10 @@ def made(setup: Setup, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     if setup.experts:
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+        config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config).to(device)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(device)
+    layers = 2 * dist.get_world_size()  # as many as stages of two parts each
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(device)
 
 
 def losses(model: nn.Module, optimizer: Any, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> list[float]:
