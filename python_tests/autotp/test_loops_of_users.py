@@ -78,7 +78,9 @@ def backward(model, step, **options):
 
 def steps_in_hooks(model):
     """An optimizer for each parameter, which steps as soon as its gradient is there."""
-    tools = {each: oases.make_optimizer(model, torch.optim.AdamW, params=[each], lr=0.01) for each in model.parameters()}
+    tools = {
+        each: oases.make_optimizer(model, torch.optim.AdamW, params=[each], lr=0.01) for each in model.parameters()
+    }
 
     def step(parameter):
         tools[parameter].step()
