@@ -193,6 +193,7 @@ def refused():
     args, kwargs = mine(model, shape, tagged("two"))
     texts["two"] = said(lambda: model.train_step(*args, **kwargs))
     texts["items"] = said(lambda: model.train_step(*args, **kwargs, num_items_in_batch=7))
+    texts["inference"] = said(torch.inference_mode()(lambda: model.train_step(*args, **kwargs)))
     model.oases_pipeline.close()
     plain, other = pair("no mean", shape)
     compare(plain, other, shape, tagged("no mean", left_out=False))
@@ -211,6 +212,7 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
     for texts in two_ranks.run(refused):
         assert "a sum of 2 cross entropies" in texts["two"]
         assert "leave num_items_in_batch out" in texts["items"]
+        assert "in no_grad() or inference_mode() trains nothing" in texts["inference"]
         assert "the loss is no plain mean of a cross entropy, and micro-batches" in texts["no mean"]
         for kind in ("masked", "flags", "by value", "in place", "a part"):
             assert "the loss leaves out labels by another input, such as a mask, changes them" in texts[kind]

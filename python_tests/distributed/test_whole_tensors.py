@@ -199,18 +199,18 @@ def written():
 
 def test_weights_read_outside_of_their_modules(two_ranks):
     for found in two_ranks.run(read, 1):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-9}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 @pytest.mark.long
 def test_weights_read_by_replicas(four_ranks):
     for found in four_ranks.run(read, 2):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-9}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def test_weights_written_from_outside(two_ranks):
     for found in two_ranks.run(written):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-9}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def refusals():
