@@ -185,6 +185,15 @@ def correct() -> None:
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
             handlers[getattr(getattr(aten, name), overload)] = _draw
+    for made in (
+        aten.eye,
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.arange,
+        aten.linspace,
+    ):  # torch resizes what is local
+        handlers.update({getattr(made, each): run_whole for each in made.overloads() if "out" in each})
 
 
 def _handlers() -> dict[Any, Any]:

@@ -133,8 +133,10 @@ class PipelineTraining:
         args, kwargs: of the model's forward for the samples of this rank's replica, equal on all ranks of a replica.
         They are cut into micro-batches along dimension 0. Gradients are those of the mean loss over the samples, or
         over the labels, of all replicas; step an optimizer afterwards. UsageError for samples that do not divide into
-        micro-batches.
+        micro-batches, and without gradients.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError("train_step() in no_grad() or inference_mode() trains nothing; call it outside")
         batches, weights = self._split(args, kwargs)
         self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
         shared = [parameter for parameter, _ in self._shared]
