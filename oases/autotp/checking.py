@@ -364,7 +364,8 @@ def _tensor_parallel_group(
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if "tp" not in names and (mesh.ndim > 1 or {*names} & {*DATA_DIMENSIONS}):
-            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+            what = f"mesh has the dimensions {names or mesh.ndim}"
+            raise UsageError(f"{what}; name the tensor-parallel one 'tp', of size 1 where there is none")
         group = mesh.get_group("tp" if "tp" in names else 0)
     else:
         group = resolve(mesh)

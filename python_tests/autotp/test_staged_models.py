@@ -326,7 +326,7 @@ def wrong(kind):
         ("parts of one stage", "zb_v needs at least 2 stages, got 1; take one_f_one_b"),
         ("other dimensions", "a mesh with 'pp' may have pp, dp, tp alone"),
         ("no pp", "micro_batches 2 needs a mesh with the dimension 'pp'"),
-        ("replicas alone", "mesh has the dimensions ('dp',); name the tensor-parallel one 'tp'"),
+        ("replicas alone", "mesh has the dimensions ('dp',); name the tensor-parallel one 'tp', of size 1"),
         ("pipeline", "unknown pipeline '1f1b'; known are"),
     ],
 )
