@@ -366,7 +366,8 @@ def _tensor_parallel_group(
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if "tp" not in names and (mesh.ndim > 1 or {*names} & {*_OTHERS}):
-            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+            what = f"mesh has the dimensions {names or mesh.ndim}"
+            raise UsageError(f"{what}; name the tensor-parallel one 'tp', of size 1 where there is none")
         strange = [
             each for at, each in enumerate(names) if mesh.ndim > 1 < mesh.size(at) and each not in ("tp", *_OTHERS)
         ]
