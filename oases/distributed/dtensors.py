@@ -12,7 +12,8 @@ Where torch is wrong or fails for such parameters it is corrected here, once per
 - Handlers of the dispatcher: a GradScaler finds infinities on the mesh of the first gradient alone
   (distributed/tensor/_dispatch.py:117); clipping refuses plain shards beside DTensors; `item()` of a partial result
   gives this rank's part; random numbers on a mesh of CPUs are equal in all shards (distributed/tensor/_random.py:28):
-  all ranks draw the full tensor, as one process does, and keep their shards.
+  all ranks draw the full tensor, as one process does, and keep their shards. Ops that get plain tensors beside
+  DTensors are refused by torch, and views along sharded dimensions are copies: see `whole_tensors`.
 """
 
 from __future__ import annotations
