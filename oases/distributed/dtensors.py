@@ -12,7 +12,8 @@ Where torch is wrong or fails for such parameters it is corrected here, once per
 - Handlers of the dispatcher: a GradScaler finds infinities on the mesh of the first gradient alone
   (distributed/tensor/_dispatch.py:117); clipping refuses plain shards beside DTensors; `item()` of a partial result
   gives this rank's part; random numbers on a mesh of CPUs are equal in all shards (distributed/tensor/_random.py:28):
-  all ranks draw the full tensor, as one process does, and keep their shards.
+  all ranks draw the full tensor, as one process does, and keep their shards. Ops that get plain tensors beside
+  DTensors are refused by torch, and views along sharded dimensions are copies: see `whole_tensors`.
 """
 
 from __future__ import annotations
@@ -214,16 +215,15 @@ def _handlers() -> dict[Any, Any]:
 
 def _elementwise(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an op in place on local tensors, where all tensors are placed as the first is."""
-    spec, local = getattr(args[0], "_spec", None), []
-    for each in args:
-        if isinstance(each, Tensor):
-            theirs = getattr(each, "_spec", None)
-            if theirs is None or spec is None or (theirs.placements, theirs.shape) != (spec.placements, spec.shape):
-                return _beside_plain(op, args, kwargs)
-        local.append(local_of(each))
-    if any(each.is_partial() for each in args[0].placements):
+    spec = getattr(args[0], "_spec", None)
+    if spec is None or any(each.is_partial() for each in spec.placements):
         return _beside_plain(op, args, kwargs)
-    op(*local, **kwargs)
+    for each in args:
+        if isinstance(each, Tensor) and (each.dim() or is_dtensor(each)):
+            theirs = getattr(each, "_spec", None)
+            if theirs is None or (theirs.placements, theirs.shape) != (spec.placements, spec.shape):
+                return _beside_plain(op, args, kwargs)
+    op(*map(local_of, args), **kwargs)
     return args[0]
 
 
@@ -347,8 +347,8 @@ def _as_torch(op: Any, args: Any, kwargs: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-    handler = handlers.pop(op)
+    handler = handlers.pop(op, None)  # None: popped by another thread
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = handler
+        handlers.update({} if handler is None else {op: handler})
