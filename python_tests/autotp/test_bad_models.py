@@ -177,6 +177,22 @@ CASES = {
     ),
     "forward later": (lambda: _after(_replaced), "RuntimeError: layers.0.attn got another forward"),
     "forward of a class later": (_class_changed, "RuntimeError: layers.0 got another forward: put it there before"),
+    "forward of a layer later": (
+        lambda: _after(lambda m: setattr(m.layers[1], "forward", lambda x: x)),
+        "UsageError: layers.1 got another forward, which would read .* put it there before parallelize",
+    ),
+    "forward of the head later": (
+        lambda: _after(lambda m: setattr(m.head, "forward", lambda x: F.linear(x, m.head.weight))),
+        "UsageError: head got another forward, which would read .* put it there before parallelize",
+    ),
+    "method later": (
+        lambda: _after(lambda m: setattr(m.layers[1], "mlp", lambda x: x)),
+        "RuntimeError: layers.1 had mlp and has another function now: set it before parallelize",
+    ),
+    "second derivatives": (
+        lambda: _after(lambda m: torch.autograd.grad(loss_of(m(tokens())), m.head.weight, create_graph=True)),
+        "RuntimeError: second derivatives of Plain are not available: .* leave out create_graph=True",
+    ),
     "module later": (
         lambda: _after(lambda m: setattr(m.layers[1], "up", nn.Linear(WIDTH, 4 * WIDTH))),
         "RuntimeError: layers.1 has another module up now: put it there before parallelize",
