@@ -22,7 +22,7 @@ from typing import Any
 HELPERS = Path(__file__).resolve().parents[1] / "python_tests"
 sys.path.append(str(HELPERS))
 
-from autotp.zoo import ALL, batch, build  # noqa: E402
+from autotp.zoo import ALL, batch, build  # type: ignore[import-not-found]  # noqa: E402
 from rich.progress import track  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -70,7 +70,7 @@ def page(rows: Sequence[Row]) -> Iterable[str]:
         "",
         f"{len(ALL)} small models of transformers with random weights, each trained for two steps in one process and",
         "on two ranks: over tensor-parallel ranks by oases and by the plan that a model carries (`tp_plan`), over",
-        "data-parallel ones by FSDP2 and DistributedDataParallel. Written by `python -m reliability.checks --page FILE`.",
+        "data-parallel ones by FSDP2 and DDP. `python -m reliability.checks --page FILE` writes this page.",
         "",
         "| way | equal | differs | refused | seconds a check, median |",
         "|---|---|---|---|---|",

@@ -64,8 +64,8 @@ def page(found: Sequence[tuple[Site, str]]) -> Iterator[str]:
     yield from (
         "# Refusals",
         "",
-        f"What oases refuses, with the value and the remedy, and a test that shows it: {shown} of {len(found)} places",
-        "that raise `UsageError`.",
+        f"What oases refuses, with the value and the remedy, and a test that shows it: {shown} of {len(found)}",
+        "places that raise `UsageError`.",
         "`…` stands for values. Written by `python -m reliability.refusals`.",
     )
     before = ""

@@ -185,6 +185,15 @@ def correct() -> None:
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
             handlers[getattr(getattr(aten, name), overload)] = _draw
+    for made in (
+        aten.eye,
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.arange,
+        aten.linspace,
+    ):  # torch resizes what is local
+        handlers.update({getattr(made, each): run_whole for each in made.overloads() if "out" in each})
 
 
 def _handlers() -> dict[Any, Any]:
@@ -247,8 +256,8 @@ def _set_data(this: Any, value: Tensor) -> None:
     if not is_dtensor(value) or value.shape != this.shape or value.placements != this.placements:  # type: ignore[attr-defined]
         raise UsageError(
             f".data of a parameter of shape {tuple(this.shape)}, placed as {this.placements}, was set to a "
-            f"{type(value).__name__} of shape {tuple(value.shape)}; set it to a full tensor of its shape, or a DTensor "
-            "of its placements"
+            f"{type(value).__name__} of shape {tuple(value.shape)}; set it to a full tensor of its shape, or a "
+            "DTensor of its placements"
         )
     torch.Tensor.data.__set__(this, value)  # type: ignore[attr-defined]
     this._local_tensor, this._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]

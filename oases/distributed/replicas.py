@@ -66,7 +66,6 @@ class Replicas(AverageSwitch):
         self._known: tuple[Any, ...] = ()
         self._handles: list[Any] = []
         self._task = -1
-        self._accumulates = False  # gradients of this rank alone, since the last average
         self._hooks = DeferredHooks(self._accumulated)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
@@ -110,18 +109,16 @@ class Replicas(AverageSwitch):
         if self.steps or task in (-1, self._task) or self._average is None:
             return
         if not self.sync:
-            self._accumulates = True
+            self._hooks.accumulate()
             return
         self._task = task
-        if not self._accumulates:  # else hooks change each pass's gradients, as in DDP
-            self._hooks.begin()
+        self._hooks.begin()
         self._average.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
         assert self._average is not None
         self._average.finish()
-        self._accumulates = False
         self._hooks.end()
 
 

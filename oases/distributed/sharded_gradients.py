@@ -10,17 +10,17 @@ rounding loses is as large as the whole gradients, of which no rank keeps any.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from oases.core.execution.group import group_name, scheduler_of
+from oases.core.execution.group import ProcessGroup, group_name, scheduler_of
 from oases.distributed.collectives import agreed_group
 from oases.distributed.fsdp import FsdpUnit
-from oases.distributed.gradient_averaging import marks
+from oases.distributed.gradient_averaging import GradientAverager, marks
 from oases.distributed.parameter_hooks import add_gradient
 from oases.plans.shape import REDUCED_UNITS
 
@@ -115,10 +115,16 @@ class ShardedGradientAverager:
 
     units: in the order of the forward pass. The gradients of a unit are reduced in every backward pass, once they are
     complete; full ones exist of few units at a time. wire: "int8" to send gradients quantised; "" for float32.
+    scalars: parameters that every rank has whole, and ranks that average their gradients.
     """
 
-    def __init__(self, units: Iterable[FsdpUnit], wire: str = "") -> None:
+    def __init__(
+        self, units: Iterable[FsdpUnit], wire: str = "",
+        scalars: tuple[Sequence[nn.Parameter], ProcessGroup | None] = ((), None),
+    ) -> None:  # fmt: skip
         self._units, self._wire = list(units), wire
+        self.scalars = list(scalars[0])
+        self._average = GradientAverager([scalars] if self.scalars else [])
         self._buckets: list[_Bucket] = []
         self._next: dict[str, int] = {}
         self._lanes: dict[str, list[_Bucket]] = {}
@@ -142,6 +148,8 @@ class ShardedGradientAverager:
             bucket.receive()
             bucket.deliver()
         self._flying.clear()
+        self._average.begin()
+        self._average.finish()
 
     def begin_pass(self, part: int | None) -> None:
         """Begin a backward pass of a part of the model, or of all."""

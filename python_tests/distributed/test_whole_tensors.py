@@ -43,7 +43,8 @@ def tokens(model, dp):
 
 
 def own_loss(model, given):
-    return model(input_ids=given, labels=given).loss
+    logits = model(input_ids=given).logits[:, :-1]  # the model's own loss is of float32
+    return F.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
 
 
 def hidden_and_targets(model, given):
@@ -106,12 +107,16 @@ def set_items(model):
             each[torch.tensor([1, 30])] = torch.arange(float(each.shape[1])).double()
 
 
+def numbers(like):
+    return torch.linspace(-1, 1, like.numel(), dtype=like.dtype).view(like.shape).sin() * 0.2
+
+
 def copied(model):
     with torch.no_grad():
         for each in model.parameters():
-            each.copy_(torch.arange(each.numel()).view(each.shape) / each.numel())
+            each.copy_(numbers(each))
             each.mul_((torch.arange(each.shape[0]) % 2).view(-1, *[1] * (each.ndim - 1)))
-            each.add_(torch.ones(each.shape), alpha=0.5).clamp_(max=torch.full(each.shape, 1.25))
+            each.add_(numbers(each), alpha=0.5).clamp_(max=torch.full(each.shape, 0.125))
 
 
 def drawn_again(model):
@@ -124,7 +129,7 @@ def drawn_again(model):
 def initialised(model):
     torch.manual_seed(7)
     for each in model.parameters():
-        if each.ndim == 2:
+        if each.ndim == 2 and len(each) >= each.shape[1]:
             nn.init.orthogonal_(each)
     nn.init.trunc_normal_(model.lm_head.weight, std=0.02)
     nn.init.eye_(model.model.layers[0].self_attn.q_proj.weight)
@@ -132,7 +137,7 @@ def initialised(model):
 
 def data_set(model):
     for each in model.parameters():
-        each.data = torch.linspace(0, 1, each.numel(), dtype=each.dtype).view(each.shape)
+        each.data = numbers(each)
 
 
 def averaged_by_hand(model):
@@ -194,18 +199,18 @@ def written():
 
 def test_weights_read_outside_of_their_modules(two_ranks):
     for found in two_ranks.run(read, 1):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 @pytest.mark.long
 def test_weights_read_by_replicas(four_ranks):
     for found in four_ranks.run(read, 2):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def test_weights_written_from_outside(two_ranks):
     for found in two_ranks.run(written):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def refusals():
@@ -216,12 +221,14 @@ def refusals():
         said(lambda: dist.all_reduce(weight.grad)),
         said(lambda: dist.broadcast(weight.data, 0)),
         said(lambda: weight @ torch.ones(5, 5, dtype=torch.double)),
+        said(weight.detach().t_),
     ]
 
 
 def test_what_has_no_meaning_is_refused(two_ranks):
-    for reduced, sent, wrong in two_ranks.run(refusals):
+    for reduced, sent, wrong, turned in two_ranks.run(refusals):
         for text in (reduced, sent):
             assert "UsageError: c10d." in text, text
             assert "tensor.to_local(), or all of it, tensor.full_tensor()" in text, text
         assert "mat1 and mat2 shapes cannot be multiplied" in wrong, wrong
+        assert "UsageError: aten.t_.default would give a DTensor of shape (90, 32) another one" in turned, turned

@@ -133,12 +133,15 @@ class PipelineTraining:
         args, kwargs: of the model's forward for the samples of this rank's replica, equal on all ranks of a replica.
         They are cut into micro-batches along dimension 0. Gradients are those of the mean loss over the samples, or
         over the labels, of all replicas; step an optimizer afterwards. UsageError for samples that do not divide into
-        micro-batches.
+        micro-batches, and without gradients.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError("train_step() in no_grad() or inference_mode() trains nothing; call it outside")
         batches, weights = self._split(args, kwargs)
         self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
         shared = [parameter for parameter, _ in self._shared]
-        self._parameter_hooks.take(shared if self.units else self._model.parameters())
+        scalars = getattr(self._average, "scalars", [])
+        self._parameter_hooks.take([*shared, *scalars] if self.units else self._model.parameters())
         self._parameter_hooks.begin(shared)
         with self._gathered():
             losses = self._runner.run(self._forward(batches, weights), self._average)
