@@ -214,17 +214,17 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _elementwise(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op in place on local tensors, where all tensors are placed as the first is."""
-    spec = getattr(args[0], "_spec", None)
-    if spec is None or any(each.is_partial() for each in spec.placements):
+    """Run an op in place on local tensors, where the second tensor is placed as the first is, or a number."""
+    this, other = args
+    spec, theirs = getattr(this, "_spec", None), getattr(other, "_spec", None)
+    if theirs is None or spec is None:
+        alike = not isinstance(other, Tensor) or not other.dim()
+    else:
+        alike = theirs is spec or (this.shape == other.shape and this.placements == other.placements)
+    if spec is None or not alike or any(each.is_partial() for each in spec.placements):
         return _beside_plain(op, args, kwargs)
-    for each in args:
-        if isinstance(each, Tensor) and (each.dim() or is_dtensor(each)):
-            theirs = getattr(each, "_spec", None)
-            if theirs is None or (theirs.placements, theirs.shape) != (spec.placements, spec.shape):
-                return _beside_plain(op, args, kwargs)
-    op(*map(local_of, args), **kwargs)
-    return args[0]
+    op(this._local_tensor, local_of(other), **kwargs)
+    return this
 
 
 def _beside_plain(op: Any, args: Any, kwargs: Any) -> Any:
