@@ -77,7 +77,7 @@ def changed(way):
             del Scaled.mlp
 
 
-@pytest.mark.few(2, 6)
+@pytest.mark.few(1, 3)
 @pytest.mark.parametrize("way", CHANGES)
 def test_what_a_trace_read_is_read_again(two_ranks, way):
     assert max(two_ranks.run(changed, way)) < CLOSE
@@ -119,7 +119,7 @@ def numbered(when):
     return max(worst, *(apart(model, parallel, tokens(length=length)) for length in (6, 7)))
 
 
-@pytest.mark.few(2, 3)
+@pytest.mark.few(1, 3)
 @pytest.mark.parametrize("when", ["training", "long", "no gradients"])
 def test_layers_that_compute_with_their_number_in_some_calls(two_ranks, when):
     assert max(two_ranks.run(numbered, when)) < CLOSE
@@ -165,7 +165,7 @@ def test_an_error_of_a_layer_names_the_line_of_its_author(two_ranks, schedule):
 
 class Deciding(Block):
     def forward(self, x):
-        return super().forward(x) if self.training else x * x.sum().item()
+        return super().forward(x) if self.training or x.sum() > 0 else x
 
 
 def test_a_layer_that_cannot_be_traced_names_the_line_of_its_author(two_ranks):
