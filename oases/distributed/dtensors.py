@@ -177,7 +177,8 @@ def correct() -> None:
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
     handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
     handlers[aten._local_scalar_dense.default] = run_whole
-    handlers[aten._foreach_mul_.Tensor] = _scale
+    of_clipping = (aten._foreach_mul_.Tensor, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
+    handlers.update(dict.fromkeys(of_clipping, _scale))
     views = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
     handlers.update(dict.fromkeys((*views, aten.diagonal.default, aten.view.default), _view))
     handlers.update({op: handler for op, handler in _handlers().items() if op not in handlers})
@@ -322,7 +323,7 @@ def _unscale(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _scale(op: Any, args: Any, kwargs: Any) -> None:
-    """Scale gradients in place by one number, as clipping does, plain shards among them, too."""
+    """Scale or clamp gradients in place by one number, as clipping does, plain shards among them, too."""
     gradients, by = args
     op([local_of(each) for each in gradients], by.full_tensor() if is_dtensor(by) else by)
 
