@@ -302,8 +302,10 @@ class PipelineTraining:
             return
         copies = []
         for number, name, parameter, group in self._shared:
-            (sums, rounding), *_ = samples_of([local_of(parameter)])  # whose rounding may be that of other matmuls
-            copies.append((number, group, name, [[sums, [_OF_COPIES * float(each) for each in rounding]]]))
+            sample, *_ = samples_of([local_of(parameter)])
+            if not isinstance(sample, str):  # numbers, whose rounding may be that of other matmuls
+                sample = [sample[0], [_OF_COPIES * each for each in sample[1]]]
+            copies.append((number, group, name, [sample]))
         mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given), copies)
         said = all_gather_objects(mine, self.mesh.run)
         first: dict[int, int] = {}
