@@ -22,7 +22,7 @@ from typing import Any
 HELPERS = Path(__file__).resolve().parents[1] / "python_tests"
 sys.path.append(str(HELPERS))
 
-from autotp.zoo import ALL, batch, build  # noqa: E402
+from autotp.zoo import ALL, batch, build  # type: ignore[import-not-found]  # noqa: E402
 from rich.progress import track  # noqa: E402
 from torch import nn  # noqa: E402
 

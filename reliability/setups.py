@@ -36,9 +36,9 @@ STEPS, BATCH, SEQUENCE, WORDS = 3, 8, 32, 256
 SECONDS = 120.0
 """Time limit of a set-up."""
 MESH = ("pp", "dp", "tp")
-SIZES = {
-    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 EXACT, BFLOAT16, INT8 = 1e-5, 5e-3, 5e-3
 """Largest differences of losses: in float32, under autocast, with quantised sums."""
@@ -90,9 +90,11 @@ def made(setup: Setup, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     if setup.experts:
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
-        return transformers.MixtralForCausalLM(config).to(device)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(device)
+        config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
+        return nn.Module.to(transformers.MixtralForCausalLM(config), device)
+    layers = 2 * dist.get_world_size()  # as many as stages of two parts each
+    sizes = transformers.LlamaConfig(**SIZES, num_hidden_layers=layers)
+    return nn.Module.to(transformers.LlamaForCausalLM(sizes), device)
 
 
 def losses(model: nn.Module, optimizer: Any, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> list[float]:
@@ -142,7 +144,7 @@ def over_ranks(setup: Setup, device: torch.device) -> list[float]:
 
 def run(setup: Setup, device: torch.device) -> dict[str, Any]:
     """Compare a set-up with one process."""
-    began = time.monotonic()
+    began, said = time.monotonic(), dict[str, Any]()
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
         pairs = zip(in_one_process(setup, device), over_ranks(setup, device), strict=True)

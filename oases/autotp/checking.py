@@ -46,6 +46,8 @@ from oases.plans.plan import Plan
 
 _STACK = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch", "sequence_parallel")
 """Options of stacks."""
+_OTHERS = ("pp", *DATA_DIMENSIONS)
+"""Dimensions of meshes beside the tensor-parallel one."""
 _SAMPLED = 4096
 """Elements per tensor that are compared across ranks; another seed changes all of them."""
 _NUMBERS = 1 << 20
@@ -363,8 +365,17 @@ def _tensor_parallel_group(
         group = mesh.tensor(mesh.degrees[-1])
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
-        if "tp" not in names and (mesh.ndim > 1 or {*names} & {*DATA_DIMENSIONS}):
-            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+        if "tp" not in names and (mesh.ndim > 1 or {*names} & {*_OTHERS}):
+            what = f"mesh has the dimensions {names or mesh.ndim}"
+            raise UsageError(f"{what}; name the tensor-parallel one 'tp', of size 1 where there is none")
+        strange = [
+            each for at, each in enumerate(names) if mesh.ndim > 1 < mesh.size(at) and each not in ("tp", *_OTHERS)
+        ]
+        if strange and mesh.ndim > 1:
+            raise UsageError(
+                f"mesh has the dimension {strange[0]!r}, over which nothing would be averaged; replicas are those of "
+                f"{', '.join(map(repr, DATA_DIMENSIONS))}; give mesh['tp'] where another tool averages them"
+            )
         group = mesh.get_group("tp" if "tp" in names else 0)
     else:
         group = resolve(mesh)

@@ -38,6 +38,7 @@ from oases.autotp.trace_guard import (
     read_values,
     unrecorded,
 )
+from oases.core.execution.failure import Failure
 from oases.distributed.fsdp import COMPUTED_IN
 from oases.errors import UsageError
 
@@ -275,8 +276,8 @@ def export(
 
 
 def _untraceable(layer: str, error: Exception) -> UnsplittableError:
-    first = str(error).strip().splitlines()
-    return UnsplittableError(f"{layer} cannot be traced: {type(error).__name__}: {first[0] if first else ''}")
+    failure = Failure.of(error, 0, "")
+    return UnsplittableError(f"{layer} cannot be traced: {failure.cause}{failure.author and f' ({failure.author})'}")
 
 
 def varying_shapes(tensor: Tensor) -> dict[int, Any]:

@@ -22,6 +22,7 @@ from oases.autotp.as_run import masks_as_run
 from oases.autotp.configuration import sample_inputs
 from oases.autotp.export import leaves, running_without_data, without_data
 from oases.autotp.trace_guard import assigned_attributes, changed_arguments
+from oases.core.execution.failure import author_line
 from oases.errors import UsageError
 
 Ops = tuple[str, ...]
@@ -237,9 +238,9 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
             given_back = model(*args, **kwargs)
     except Exception as error:  # a model's forward may raise anything
         raise UsageError(
-            f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}); if it "
-            "takes other inputs, give spec=ParallelSpec(inputs=...); a data-dependent forward (layers dropped at "
-            "random, branches on a sum) cannot be parallelized: turn that off"
+            f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}) at "
+            f"{author_line(error)}; if it takes other inputs, give spec=ParallelSpec(inputs=...); a data-dependent "
+            "forward (layers dropped at random, branches on a sum) cannot be parallelized: turn that off"
         ) from error
     finally:
         for handle in handles:

@@ -212,8 +212,9 @@ class Splitter:
         """Replicated value on entry into sharded computation."""
         whole = self.whole(node)
         if whole not in self._entered:
-            tensor = isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point()
-            self._entered[whole] = self.call(enter, (whole,), node) if tensor else whole
+            value = node.meta.get("val")
+            trained = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            self._entered[whole] = self.call(enter, (whole,), node) if trained else whole
         return self._entered[whole]
 
     def part(self, node: Any, dim: int, segments: Segments) -> fx.Node:

@@ -12,7 +12,8 @@ Where torch is wrong or fails for such parameters it is corrected here, once per
 - Handlers of the dispatcher: a GradScaler finds infinities on the mesh of the first gradient alone
   (distributed/tensor/_dispatch.py:117); clipping refuses plain shards beside DTensors; `item()` of a partial result
   gives this rank's part; random numbers on a mesh of CPUs are equal in all shards (distributed/tensor/_random.py:28):
-  all ranks draw the full tensor, as one process does, and keep their shards.
+  all ranks draw the full tensor, as one process does, and keep their shards. Ops that get plain tensors beside
+  DTensors are refused by torch, and views along sharded dimensions are copies: see `whole_tensors`.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def correct() -> None:
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
     handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
     handlers[aten._local_scalar_dense.default] = run_whole
-    handlers[aten._foreach_mul_.Tensor] = _scale
+    of_clipping = (aten._foreach_mul_.Tensor, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
+    handlers.update(dict.fromkeys(of_clipping, _scale))
     views = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
     handlers.update(dict.fromkeys((*views, aten.diagonal.default, aten.view.default), _view))
     handlers.update({op: handler for op, handler in _handlers().items() if op not in handlers})
@@ -185,6 +187,15 @@ def correct() -> None:
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
             handlers[getattr(getattr(aten, name), overload)] = _draw
+    for made in (
+        aten.eye,
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.arange,
+        aten.linspace,
+    ):  # torch resizes what is local
+        handlers.update({getattr(made, each): run_whole for each in made.overloads() if "out" in each})
 
 
 def _handlers() -> dict[Any, Any]:
@@ -204,18 +215,17 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _elementwise(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op in place on local tensors, where all tensors are placed as the first is."""
-    spec, local = getattr(args[0], "_spec", None), []
-    for each in args:
-        if isinstance(each, Tensor):
-            theirs = getattr(each, "_spec", None)
-            if theirs is None or spec is None or (theirs.placements, theirs.shape) != (spec.placements, spec.shape):
-                return _beside_plain(op, args, kwargs)
-        local.append(local_of(each))
-    if any(each.is_partial() for each in args[0].placements):
+    """Run an op in place on local tensors, where the second tensor is placed as the first is, or a number."""
+    this, other = args
+    spec, theirs = getattr(this, "_spec", None), getattr(other, "_spec", None)
+    if theirs is None or spec is None:
+        alike = not isinstance(other, Tensor) or not other.dim()
+    else:
+        alike = theirs is spec or (this.shape == other.shape and this.placements == other.placements)
+    if spec is None or not alike or any(each.is_partial() for each in spec.placements):
         return _beside_plain(op, args, kwargs)
-    op(*local, **kwargs)
-    return args[0]
+    op(this._local_tensor, local_of(other), **kwargs)
+    return this
 
 
 def _beside_plain(op: Any, args: Any, kwargs: Any) -> Any:
@@ -313,7 +323,7 @@ def _unscale(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _scale(op: Any, args: Any, kwargs: Any) -> None:
-    """Scale gradients in place by one number, as clipping does, plain shards among them, too."""
+    """Scale or clamp gradients in place by one number, as clipping does, plain shards among them, too."""
     gradients, by = args
     op([local_of(each) for each in gradients], by.full_tensor() if is_dtensor(by) else by)
 
@@ -338,8 +348,8 @@ def _as_torch(op: Any, args: Any, kwargs: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-    handler = handlers.pop(op)
+    handler = handlers.pop(op, None)  # None: popped by another thread
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = handler
+        handlers.update({} if handler is None else {op: handler})

@@ -8,7 +8,7 @@ gradients are whole, too: a hook of the weight takes this rank's part.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -50,14 +50,13 @@ class View(Tensor):
 
 
 def _through(views: Any, whole: Tensor) -> Tensor:
-    for view in views:
-        whole = view(whole)
-    return whole
+    return reduce(lambda part, view: view(part), views, whole)
 
 
 def run_whole(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an op on whole tensors. Collective, but for views."""
-    for each in tree_leaves((args, kwargs)):
+    gives_tensors = any("Tensor" in str(each.type) for each in op._schema.returns)
+    for each in tree_leaves((args, kwargs)) if gives_tensors else ():
         if isinstance(each, View) or is_dtensor(each):
             _place_gradients(each)
     with torch.no_grad():
@@ -112,8 +111,6 @@ def _views_of(op: Any, args: Any, kwargs: Any) -> Any:
     """Views of a DTensor, or of a view, by an op that has one or more."""
     of, rest = args[0], args[1:]
     base, before = (of.base, of.views) if isinstance(of, View) else (of, [])
-    if not is_dtensor(base):
-        raise NotImplementedError(f"{op} of a plain tensor by a weight")
 
     def view(whole: Tensor, at: int | None = None) -> Any:
         made = op(whole, *rest, **kwargs)

@@ -205,6 +205,7 @@ def refused():
     args, kwargs = mine(model, shape, tagged("two"))
     texts["two"] = said(lambda: model.train_step(*args, **kwargs))
     texts["items"] = said(lambda: model.train_step(*args, **kwargs, num_items_in_batch=7))
+    texts["inference"] = said(torch.inference_mode()(lambda: model.train_step(*args, **kwargs)))
     model.oases_pipeline.close()
     for kind in ("no mean", "penalty", "divided"):
         plain, other = pair(kind, shape)
@@ -221,6 +222,7 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
         assert "leave num_items_in_batch out" in texts["items"]
         for kind in PENALISED:
             assert "the loss has other terms than the mean of a cross entropy, and micro-batches" in texts[kind]
+        assert "in no_grad() or inference_mode() trains nothing" in texts["inference"]
         for kind in ("masked", "flags", "by value", "in place", "a part"):
             assert "the loss leaves out labels by another input, such as a mask, changes them" in texts[kind]
         for kind in ("divided", "by hand"):

@@ -43,7 +43,8 @@ def tokens(model, dp):
 
 
 def own_loss(model, given):
-    return model(input_ids=given, labels=given).loss
+    logits = model(input_ids=given).logits[:, :-1]  # the model's own loss is of float32
+    return F.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
 
 
 def hidden_and_targets(model, given):
@@ -106,12 +107,16 @@ def set_items(model):
             each[torch.tensor([1, 30])] = torch.arange(float(each.shape[1])).double()
 
 
+def numbers(like):
+    return torch.linspace(-1, 1, like.numel(), dtype=like.dtype).view(like.shape).sin() * 0.2
+
+
 def copied(model):
     with torch.no_grad():
         for each in model.parameters():
-            each.copy_(torch.arange(each.numel()).view(each.shape) / each.numel())
+            each.copy_(numbers(each))
             each.mul_((torch.arange(each.shape[0]) % 2).view(-1, *[1] * (each.ndim - 1)))
-            each.add_(torch.ones(each.shape), alpha=0.5).clamp_(max=torch.full(each.shape, 1.25))
+            each.add_(numbers(each), alpha=0.5).clamp_(max=torch.full(each.shape, 0.125))
 
 
 def drawn_again(model):
@@ -132,7 +137,7 @@ def initialised(model):
 
 def data_set(model):
     for each in model.parameters():
-        each.data = torch.linspace(0, 1, each.numel(), dtype=each.dtype).view(each.shape)
+        each.data = numbers(each)
 
 
 def averaged_by_hand(model):
@@ -194,18 +199,18 @@ def written():
 
 def test_weights_read_outside_of_their_modules(two_ranks):
     for found in two_ranks.run(read, 1):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 @pytest.mark.long
 def test_weights_read_by_replicas(four_ranks):
     for found in four_ranks.run(read, 2):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def test_weights_written_from_outside(two_ranks):
     for found in two_ranks.run(written):
-        assert not {name: each for name, each in found.items() if each[0] > 1e-6}
+        assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
 def refusals():

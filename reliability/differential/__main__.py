@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from oases.terminal import console
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.faults is not None:
         return plant(options.faults or FAULTS, options.covering or 400, options.results)
     if options.case is not None:
-        cases: Iterator[tuple[str, Case]] = ((text, Case.parse(text)) for text in options.case)
+        cases = [(text, Case.parse(text)) for text in options.case]
     else:
         cases = numbered(options.covering, options.cases, options.first)
     found = run(cases, options)
@@ -69,20 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(each.verdict in BAD for each in found) else 0
 
 
-def numbered(number: int, random: int, first: int) -> Iterator[tuple[str, Case]]:
+def numbered(number: int, random: int, first: int) -> list[tuple[str, Case]]:
     """Cases with their names: those that cover all pairs, then those of seeds."""
-    yield from ((f"covering {at}", case) for at, case in enumerate(covering(number) if number else ()))
-    yield from ((f"seed {seed}", case_of(seed)) for seed in range(first, first + random))
+    cover = [(f"covering {at}", case) for at, case in enumerate(covering(number) if number else ())]
+    return cover + [(f"seed {seed}", case_of(seed)) for seed in range(first, first + random)]
 
 
-def run(cases: Iterator[tuple[str, Case]], options: argparse.Namespace) -> list[Outcome]:
+def run(cases: Sequence[tuple[str, Case]], options: argparse.Namespace) -> list[Outcome]:
     """Run cases whose names are not in the file of results, and add them there."""
     results: Path = options.results
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else ())
     known = {(line["name"], str(Case.of(**line["case"]))) for line in lines}
     end, found = time.monotonic() + 60 * options.minutes, []
-    with Ranks(results.parent / f"{results.stem}-ranks") as ranks, results.open("a", encoding="utf-8") as file:
+    families, folder = {case["family"] for _, case in cases}, results.parent / f"{results.stem}-ranks"
+    with Ranks(folder, families) as ranks, results.open("a", encoding="utf-8") as file:
         for name, case in cases:
             if (name, str(case)) in known:
                 continue

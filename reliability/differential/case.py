@@ -60,7 +60,8 @@ class Case:
 
     def degree(self, dimension: str) -> int:
         """Ranks along "pp", "dp" or "tp"."""
-        return next((int(part[2:]) for part in self["mesh"].split(".") if part.startswith(dimension)), 1)
+        _, found, after = self["mesh"].partition(dimension)
+        return int(after[0]) if found else 1
 
     @property
     def staged(self) -> bool:
@@ -112,10 +113,18 @@ class Case:
         return self.dtype if self["family"] == "own" else "float32"
 
 
+SMALL_MESHES = [mesh for mesh in FACTORS["mesh"] if Case.of(mesh=mesh).ranks < 3]
+"""Meshes that most random cases have, since cores are few."""
+
+
 def _useless(case: Case) -> set[str]:
-    facts = case.facts()
-    names = {name for condition, names in USELESS.items() if holds(condition, facts) for name in names}
-    return {name for name in names if case[name] != PLAIN[name]}
+    facts, chosen = case.facts(), dict(case.choices).keys()
+    return {
+        name
+        for condition, names in USELESS.items()
+        if names & chosen and holds(condition, facts)
+        for name in names & chosen
+    }
 
 
 def settled(case: Case, keep: Mapping[str, str] | None = None) -> Case | None:
@@ -141,7 +150,7 @@ def drawn(seed: int | str, keep: Mapping[str, str] | None = None, plain: float =
     if draw.random() < 0.75:
         chosen["attention"] = draw.choice(FACTORS["attention"][1:])
     if draw.random() < 0.8:
-        chosen["mesh"] = draw.choice([mesh for mesh in FACTORS["mesh"] if Case.of(mesh=mesh).ranks < 3])
+        chosen["mesh"] = draw.choice(SMALL_MESHES)
     return settled(Case.of(**{**chosen, **(keep or {})}), keep)
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +31,17 @@ EQUAL, REFUSED, WRONG, CRASH, HANG, VOID = "equal", "refused", "WRONG", "crash",
 BAD = (WRONG, CRASH, HANG)
 LIMIT_SECONDS = 60.0
 """Time for a case on ranks; then it hangs."""
-AFTER_ERROR_SECONDS = 10.0
+AFTER_ERROR_SECONDS = 20.0
 """Time for the other ranks once one has an error."""
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "opt", "mixtral", "phi", "gpt_neox", "gemma3")
-PRELOADED = [
-    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
-    "torch._inductor",
+MODELING = {"neox": "gpt_neox"}
+"""Names of models of transformers where these are not those of families."""
+
+fork_server.MODULES += [
     "torch.export._trace",
     "torch._export.non_strict_utils",
     "oases.autotp.parallelization",
     __name__,
 ]
-fork_server.MODULES += [each for each in PRELOADED if each not in fork_server.MODULES]
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,15 @@ class Outcome:
 
 
 class Ranks:
-    """Pools of ranks by their number, started at need. folder: for programs and results. A context."""
+    """Pools of ranks by their number, started at need. A context.
 
-    def __init__(self, folder: Path) -> None:
+    folder: for programs and results. families: of models, whose modules ranks are to find loaded.
+    """
+
+    def __init__(self, folder: Path, families: Iterable[str] = ()) -> None:
         self._folder, self._pools = folder, dict[int, RankPool]()
+        names = [MODELING.get(each, each) for each in sorted({*families} - {"own"})]
+        fork_server.MODULES += [f"transformers.models.{name}.modeling_{name}" for name in names]
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Ranks:

@@ -16,7 +16,7 @@ from oases.core.blocks.randomness import Streams
 from oases.core.blocks.work import BlockWork
 from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
-from oases.core.execution.communication import NullScheduler, Wire, add_wire
+from oases.core.execution.communication import NullScheduler, Wire, add_wire, as_real
 from oases.core.execution.dtensors import as_gradient, is_dtensor
 from oases.core.execution.executor import Context, mark, seconds_between
 from oases.core.execution.failure import begin_call, is_sampled, monitor_of
@@ -121,7 +121,7 @@ class StackCall(ScheduledCall):
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
             if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
-                flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
+                flat = torch.cat([as_real(shares[number]).flatten() for number in held])  # type: ignore[arg-type]
                 label = self._label_of_replicated(block)
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
             self._shares, self._whole = shares, whole
@@ -219,9 +219,11 @@ class StackCall(ScheduledCall):
             ticket, flat, numbers = self._pending
             self._pending = None
             self._scheduler.wait(ticket)
-            sizes = [self._shares[number].numel() for number in numbers]  # type: ignore[union-attr]
-            for number, part in zip(numbers, flat.split(sizes), strict=True):
-                self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
+            shares: Any = [self._shares[number] for number in numbers]
+            sizes = [as_real(share).numel() for share in shares]
+            for number, share, part in zip(numbers, shares, flat.split(sizes), strict=True):
+                real = part.view_as(as_real(share))
+                self._shares[number] = torch.view_as_complex(real.clone()) if share.is_complex() else real
         return self._gradients(block, self._cut[block].replicated)
 
     def _gradients(self, block: int, numbers: Sequence[int]) -> list[Tensor | None]:

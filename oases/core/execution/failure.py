@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import linecache
 import os
+import re
 import sys
 import threading
 import time
@@ -56,24 +58,52 @@ _NO_PASS = -1
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank, op and line, first line of the cause, remedy."""
+    """Rank, op and line, first line of the cause, remedy, and the line of the model's author that was run."""
 
     rank: int
     where: str
     cause: str
     remedy: str = ""
     out_of_memory: bool = False
+    author: str = ""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, where: str, remedy: str = "") -> Failure:
         """Describe an exception. remedy: of an op that ran out of memory."""
         lines = str(error).strip().splitlines() or [""]
         full = is_out_of_memory(error)
-        return cls(rank, where, f"{type(error).__name__}: {lines[0]}", remedy if full else "", full)
+        cause = f"{type(error).__name__}: {lines[0]}"
+        return cls(rank, where, cause, remedy if full else "", full, author_line(error))
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
-        return f"rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"
+        author = f"{self.author}: " if self.author else ""
+        return f"{author}rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"
+
+
+_OURS = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, sys.modules["oases"]))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+
+
+def author_line(error: BaseException) -> str:
+    """File, line and function of the innermost code outside of torch and oases that raised an error, "" for none.
+
+    A traced layer's line is that which its graph's node is of.
+    """
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file, found = frame.f_code.co_filename, []
+        if file.startswith("<eval_with_key>"):
+            name = linecache.getline(file, line).strip().partition(" = ")[0]
+            graph = getattr(frame.f_locals.get("self"), "graph", None)
+            for node in () if graph is None else graph.nodes:
+                meta = getattr(node.meta.get("like"), "meta", node.meta)
+                found += _FRAME.findall(meta.get("stack_trace") or "") if node.name == name else []
+        elif not file.startswith("<"):
+            found = [(file, str(line), frame.f_code.co_name)]
+        for path, number, function in reversed(found):
+            if not path.startswith(_OURS):
+                return f"{path}:{number}, in {function}"
+    return ""
 
 
 class FailedRankError(RuntimeError):
@@ -303,6 +333,8 @@ class FailTogether:
         where = self._where if isinstance(self._where, str) else self._where()
         mine = Failure.of(error, 0 if monitor is None else monitor.rank, where, self._remedy)
         if monitor is None and not mine.out_of_memory:
+            if mine.author and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"raised at {mine.author}, run at {where}")
             return None  # no other rank to tell: keep the error
         forget()
         if mine.out_of_memory:
