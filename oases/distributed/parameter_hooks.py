@@ -39,7 +39,8 @@ class DeferredHooks:
             for held in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 hooks: dict[int, Any] = held or {}
                 for number, hook in hooks.items():
-                    if not str(getattr(hook, "__module__", "")).startswith("oases."):
+                    owner = getattr(hook, "func", hook)  # of a partial
+                    if not str(getattr(owner, "__module__", "")).startswith("oases."):
                         hooks[number] = _PutOff(self, hook)
                         if parameter not in self._taken:  # of hooks after the sum, too, it is to be told before
                             self._taken[parameter] = parameter.register_hook(self._arrive)
