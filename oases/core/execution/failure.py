@@ -73,6 +73,8 @@ class Failure:
         lines = str(error).strip().splitlines() or [""]
         full = is_out_of_memory(error)
         cause = f"{type(error).__name__}: {lines[0]}"
+        if any(f"{what} by peer" in lines[0] for what in ("closed", "reset")):
+            cause += " (another rank has ended; its own output says why)"
         return cls(rank, where, cause, remedy if full else "", full, author_line(error))
 
     def __str__(self) -> str:
