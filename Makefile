@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests would compile the same files again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz fingerprints speed bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-all test-python test-slow test-cpp test-gpu test-versions mutations campaign differential fuzz fingerprints speed bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -39,6 +39,12 @@ mutations: build-tests
 # A part, and a report: make campaign CAMPAIGN="--minutes 10 --report campaign.md".
 campaign: build-tests
 	$(PY) -m reliability.campaign $(CAMPAIGN)
+
+# Random training programs in one process and over ranks: 400 that hold all pairs of choices; goes on where it was cut
+# off. A night: make differential DIFFERENTIAL="--cases 20000 --shrink". Faults it must find: DIFFERENTIAL=--faults.
+DIFFERENTIAL ?= --covering 400 --shrink
+differential: build-tests
+	$(PY) -m reliability.differential $(DIFFERENTIAL)
 
 # Coverage-guided fuzzing of every parser, half an hour each: make fuzz MINUTES=1
 MINUTES ?= 30

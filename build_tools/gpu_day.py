@@ -61,17 +61,54 @@ def steps(folder: Path) -> list[Step]:
     stack = ("--hidden", "2048", "--sequence", "1024", "--dtype", "bfloat16", "--device", "cuda")
     ranks = ("env", "OASES_TEST_DEVICE=cuda", *python, "pytest", "-p", "no:cacheprovider", "-m", "not slow")
     return [
-        Step("tests", gpu_tests, 4),
+        Step("tests", gpu_tests, 3),
         *(
-            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *gpu_tests, *few), 2,
+            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *gpu_tests, *few), 1.5,
                  needs="compute-sanitizer")
             for tool in ("memcheck", "racecheck")
         ),
         Step("bench", (*python, "oases", "bench", "gpu", "--report", str(folder / "bench.md"), "--json",
-                       str(folder / "bench.json")), 5),
-        Step("ranks", (*ranks, "python_tests/virtual_device"), 4),
+                       str(folder / "bench.json")), 3),
+        Step("ranks", (*ranks, "python_tests/virtual_device"), 3),
         Step("profile", (*python, "oases", "profile", "--tp", "1", "--backend", "nccl", *stack, "--json",
-                         str(folder / "profile.json")), 3),
+                         str(folder / "profile.json")), 1.5),
+        *over_nccl(folder),
+    ]  # fmt: skip
+
+
+def over_nccl(folder: Path) -> list[Step]:
+    """Steps of ranks that share the GPU over NCCL (2.30 or later; LD_PRELOAD=libnccl.so.2 where torch's is older).
+
+    With MPS each rank has a part of the multiprocessors; without it ranks would take turns. One and two channels are
+    links like PCIe 4 and 5.
+    """
+    mps = 'nvidia-cuda-mps-control -d; "$@"; code=$?; echo quit | nvidia-cuda-mps-control; exit $code'
+    overlap = (
+        sys.executable, "-m", "oases", "bench", "overlap", "--tp", "2", "--device", "cuda", "--backend", "nccl",
+        "--peers", "all", "--layers", "4", "--hidden", "4096", "--heads", "32", "--batch", "4", "--sequence", "2048",
+        "--dtype", "bfloat16", "--schedules", "sync,oases@2,oases@4,auto", "--iterations", "7",
+    )  # fmt: skip
+
+    def step(name: str, minutes: float, percentage: int, command: Sequence[str], *more: str) -> Step:
+        given = ("NCCL_MULTI_RANK_GPU_ENABLE=1", "CUDA_MODULE_LOADING=EAGER", "CUDA_DEVICE_MAX_CONNECTIONS=32")
+        share = f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percentage}"
+        started = ("env", *given, share, *more, "sh", "-c", mps, "sh", *command)
+        return Step(name, started, minutes, needs="nvidia-cuda-mps-control")
+
+    def setups(ranks: int) -> tuple[str, ...]:
+        return (
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "reliability.setups",
+            "--backend", "nccl", "--json", str(folder / f"setups-{ranks}.json"),
+        )  # fmt: skip
+
+    return [
+        step("setups-2", 2, 50, setups(2)),
+        step("setups-4", 2, 25, setups(4), "NCCL_MAX_CTAS=4"),
+        *(
+            step(f"overlap-{channels}", 0.8, 50, (*overlap, "--json", str(folder / f"overlap-{channels}.json")),
+                 f"NCCL_MAX_NCHANNELS={channels}")
+            for channels in (1, 2, 32)
+        ),
     ]  # fmt: skip
 
 

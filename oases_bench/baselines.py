@@ -86,8 +86,10 @@ def make_baseline(
     """
     require_baseline(name, batch=2, recompute=recompute)
     make = {"torch": _torch, "megatron": _megatron, "domino": _domino}[name]
-    with torch.device(next(blocks[0].parameters()).device):
+    like = next(blocks[0].parameters())
+    with torch.device(like.device):
         peer, parts = make(config, group, recompute == "full")
+    peer.to(like.dtype)
     _copy_shards(parts, chain.from_iterable(block.children() for block in blocks))
     return peer
 

@@ -251,7 +251,8 @@ def measured(benches: Sequence[OverlapBench], shows: bool) -> list[Result]:
     visible = shows and first_rank()
     for bench in benches:
         if bench.tuning is not None and bench.tuning.choice is None:
-            with progress("choosing", bench.tuning.num_steps, visible) as advance:
+            steps = len(bench.tuning.candidates) * (bench.tuning.rounds + 1)
+            with progress("choosing", steps, visible) as advance:
                 bench.choose(advance)
     with progress("measuring", benches[0].config.iterations, visible) as advance:
         return measure_together(benches, advance)

@@ -112,10 +112,10 @@ def _outputs(model: nn.Module, step: Step) -> Iterator[None]:
     def record(module: nn.Module, args: Any, result: Any) -> None:
         if module not in names:
             return
-        first = next((each for each in _leaves(result) if type(each) in (Tensor, nn.Parameter, DTensor)), None)
+        first = next((each for each in _leaves(result) if isinstance(each, Tensor)), None)
         key = names[module], calls[names[module]]
         calls[names[module]] += 1
-        if first is None or not first.is_floating_point():
+        if first is None or type(first) not in (Tensor, nn.Parameter, DTensor) or not first.is_floating_point():
             return
         step.outputs[key] = first.detach().clone()
         if first.requires_grad:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from oases.core.execution.executor import synchronize
+from oases.core.execution.executor import mark, seconds_between
 from oases.kernels.sparse import bitmap_pack
 from oases_sparse.gradient import DenseRows
 from oases_sparse.sketch import Sketch
@@ -114,8 +113,6 @@ def _work(device: torch.device, sketch_rows: int) -> list[float]:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
+    start = mark(device)
     work()
-    synchronize(device)
-    return time.perf_counter() - start
+    return seconds_between(start, mark(device))

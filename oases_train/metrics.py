@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from oases.core.execution.executor import synchronize
 from oases.core.execution.group import ProcessGroup, group_size
+from oases.distributed.clock import timed
 from oases.distributed.collectives import all_reduce
 from oases.plans.plan import Plan
 from oases.reporting import Report, Seconds, StepOverlap
@@ -115,11 +115,7 @@ def _reached(device: torch.device, dtype: torch.dtype) -> float:
     best, end = float("inf"), time.perf_counter() + _SECONDS
     a @ a
     while best == float("inf") or time.perf_counter() < end:
-        synchronize(device)
-        start = time.perf_counter()
-        a @ a
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, timed(lambda: a @ a, device))
     return 2 * size**3 / best
 
 

@@ -6,6 +6,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other tests and ranks want the cores
 os.environ["OASES_SCHEDULE"] = "oases"  # for "auto", whose bits depend on time; tests of that take it away
 
+import refusal_log
 import torch
 from at_hand import RanksAtHand
 from script_ranks import ScriptRanks
@@ -25,6 +26,8 @@ fork_server.MODULES += [
 ]  # fmt: skip
 
 
+if refusal_log.VARIABLE in os.environ:
+    refusal_log.start()
 oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, which depend on time
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from marked_processes import wait_until_gone, with_mark
 from rank_programs import (
     dawdles,
@@ -200,6 +201,18 @@ def test_ranks_of_staged_may_share_a_gpu(monkeypatch, name, cuda, index):
     _join(RankOptions(4, Backend(name, cuda=cuda)), 3)
     assert taken == ([] if index is None else [index])
     assert started == [name]
+
+
+@pytest.mark.parametrize(("shared", "index"), [("1", 1), ("0", 3)])
+def test_ranks_of_nccl_share_a_gpu_where_it_was_told_so(monkeypatch, shared, index):
+    taken = []
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("oases.core.execution.group.nccl_options", lambda: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda _, **given: taken.append(given["device_id"]))
+    _join(RankOptions(4, Backend("nccl", cuda=True)), 3)
+    assert taken == [index, torch.device("cuda", index)]
 
 
 def test_a_rank_has_the_environment_of_its_launcher_and_what_an_agent_has_set():

@@ -35,6 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         settings.longest_delay = longest_seconds;
       },
       py::arg("longest_seconds"), py::arg("seed") = 0);
+  module.def("set_lazy", [](bool lazy) { settings.lazy = lazy; });
   module.def("set_broken", [](bool broken) { settings.broken = broken; });
   module.def("counts", [] {
     return std::map<std::string, int64_t>{{"events", counts.events},

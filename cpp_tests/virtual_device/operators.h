@@ -198,6 +198,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
   const c10::DeviceGuard guard({kType, device_of(op, arguments)});
   Stream& stream = current_stream(current_device);
+  load(current_device, schema.name() + schema.overload_name());
 
   torch::jit::Stack cpu;
   bool writes = false;

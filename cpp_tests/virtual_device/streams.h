@@ -16,7 +16,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
+#include <string>
 #include <thread>
+#include <tuple>
 
 namespace virtual_device {
 
@@ -30,6 +33,7 @@ struct Settings {
   std::atomic<double> longest_delay{0};                // the machine's seconds, before work and collectives
   std::atomic<uint64_t> seed{0};
   std::atomic<bool> broken{false};  // what unpins memory fails, as all calls of CUDA do after a failed kernel
+  std::atomic<bool> lazy{false};  // an operator's first launch waits for running work, as CUDA's lazy loading
 };
 inline Settings settings;
 
@@ -53,11 +57,12 @@ class Stream {
     std::thread([this] { serve(); }).detach();
   }
 
-  void put(Task task) {
+  // works: whether it occupies the device while it runs; a wait for an event does not.
+  void put(Task task, bool works = true) {
     if (const double taken = settings.host_seconds; taken > 0) host_clock += taken;
     {
       const std::lock_guard lock(mutex_);
-      tasks_.push_back({std::move(task), host_clock});
+      tasks_.push_back({std::move(task), host_clock, works});
       ++put_;
     }
     changed_.notify_all();
@@ -74,6 +79,12 @@ class Stream {
     raise_to(host_clock, clock_);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
+  // Waits for the work that runs now.
+  void finish_running() {
+    std::unique_lock lock(mutex_);
+    const uint64_t until = done_ + 1;
+    if (working_) changed_.wait(lock, [&] { return done_ >= until; });
+  }
   // For the stream's own thread: a random time, up to the longest delay.
   void delay() {
     if (const double longest = settings.longest_delay; longest > 0) {
@@ -88,8 +99,9 @@ class Stream {
     std::unique_lock lock(mutex_);
     while (true) {
       changed_.wait(lock, [&] { return !tasks_.empty(); });
-      auto [task, put_at] = std::move(tasks_.front());
+      auto [task, put_at, works] = std::move(tasks_.front());
       tasks_.pop_front();
+      working_ = works;
       double clock = std::max(clock_, put_at);
       std::exception_ptr error;
       lock.unlock();
@@ -102,6 +114,7 @@ class Stream {
       lock.lock();
       clock_ = clock;
       if (error) error_ = error;
+      working_ = false;
       ++done_;
       changed_.notify_all();
     }
@@ -109,7 +122,8 @@ class Stream {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::pair<Task, double>> tasks_;  // with the host's clock
+  std::deque<std::tuple<Task, double, bool>> tasks_;  // with the host's clock, and whether it works
+  bool working_ = false;
   uint64_t put_ = 0, done_ = 0;
   double clock_ = 0;
   std::exception_ptr error_;
@@ -176,11 +190,12 @@ class Event {
 using SharedEvent = std::shared_ptr<Event>;  // tasks may outlive the event's owner
 
 inline void record(const SharedEvent& event, Stream& stream) {
-  stream.put([event, version = event->ask()](double& clock) { event->reach(version, clock); });
+  stream.put([event, version = event->ask()](double& clock) { event->reach(version, clock); }, false);
 }
 inline void block(const SharedEvent& event, Stream& stream) {
   stream.put(
-      [event, version = event->asked()](double& clock) { clock = std::max(clock, event->wait(version)); });
+      [event, version = event->asked()](double& clock) { clock = std::max(clock, event->wait(version)); },
+      false);
 }
 // The host waits.
 inline void synchronize(const SharedEvent& event) {
@@ -194,6 +209,18 @@ inline void synchronize(Stream& stream) {
 inline void synchronize(c10::DeviceIndex device) {
   ++counts.host_waits;
   for (int64_t id = 0; id < kStreams; ++id) stream_of(device, id).synchronize();
+}
+
+// Loads what is launched for the first time, which waits for the work that runs on the device.
+inline void load(c10::DeviceIndex device, const std::string& name) {
+  static std::mutex mutex;
+  static auto* const loaded = new std::set<std::string>{};
+  if (!settings.lazy) return;
+  {
+    const std::lock_guard lock(mutex);
+    if (!loaded->insert(name).second) return;
+  }
+  for (int64_t id = 0; id < kStreams; ++id) stream_of(device, id).finish_running();
 }
 
 void record_use(const c10::DataPtr& memory, const c10::Stream& stream);  // memory.h

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from oases.autotp.pipeline.building import (
     require_runnable,
 )  # fmt: skip
 from oases.autotp.tools.recomputation import recomputing_options
-from oases.autotp.vocabulary import Vocabulary, find_vocabulary
+from oases.autotp.vocabulary import Vocabulary, find_vocabulary, holds_weight
 from oases.core.dtypes import AUTO_LOSSY
 from oases.core.execution.communication import WireType, quantised_type, wire_type
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_of, group_size, resolve
@@ -38,13 +39,15 @@ from oases.core.schedule import Schedule
 from oases.distributed.expert_groups import EXPERT_MODES
 from oases.distributed.mesh import Mesh
 from oases.distributed.precision import require_dtype
-from oases.distributed.replicas import data_parallel_group
+from oases.distributed.replicas import DATA_DIMENSIONS, data_parallel_group
 from oases.errors import UsageError
 from oases.plans.check import check as require_valid
 from oases.plans.plan import Plan
 
 _STACK = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch", "sequence_parallel")
 """Options of stacks."""
+_OTHERS = ("pp", *DATA_DIMENSIONS)
+"""Dimensions of meshes beside the tensor-parallel one."""
 _SAMPLED = 4096
 """Elements per tensor that are compared across ranks; another seed changes all of them."""
 _NUMBERS = 1 << 20
@@ -98,8 +101,8 @@ class ParallelSpec:
                     f"spec: head {name!r} gives {heads[name].out_features} logits, and the vocabulary "
                     f"{self.vocabulary!r} has {table.num_embeddings} rows"
                 )
-        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is table.weight}
-        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight is table.weight}
+        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and holds_weight(m, table)}
+        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and holds_weight(m, table)}
         return Vocabulary(table.num_embeddings, tables, {**tied, **heads})
 
     def require_names(self, model: nn.Module) -> None:
@@ -182,6 +185,7 @@ class Setup:
 def check(model: nn.Module, mesh: Any, plan: Plan | None, spec: ParallelSpec, options: Options) -> Setup:
     """Check what `parallelize` was given. Collective: creates groups. Raises UsageError as it documents."""
     _require_cuttable(model)
+    _require_group(mesh)
     said = {**vars(options), **dict.fromkeys(_STACK), **options.stack}
     _require_same_options(_groups_of(mesh), {name: value for name, value in said.items() if name != "stack"})
     mesh, notes = with_backend(mesh, options.backend, next((each.device for each in model.parameters()), None))
@@ -214,6 +218,18 @@ def check(model: nn.Module, mesh: Any, plan: Plan | None, spec: ParallelSpec, op
     )  # fmt: skip
 
 
+def _require_group(mesh: Any) -> None:
+    """Raise UsageError in inference mode, and for a rank of several without a group, which would train alone."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError("parallelize() in inference_mode() makes weights that cannot be trained; call it outside")
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if mesh is None and resolve(None) is None and ranks.isdecimal() and int(ranks) > 1:
+        raise UsageError(
+            f"parallelize() got no mesh and there is no process group, but WORLD_SIZE is {ranks}: each rank would "
+            "train the whole model alone; call torch.distributed.init_process_group() before parallelize()"
+        )
+
+
 def _require_cuttable(model: nn.Module) -> None:
     """Raise UsageError for a model that is parallelized, compiled, patched or quantised."""
     what = type(model).__name__
@@ -227,6 +243,11 @@ def _require_cuttable(model: nn.Module) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
     for name, part in model.named_modules():
+        if type(part).__name__ == "ParamWrapper" and type(part).__module__.startswith("peft."):
+            raise UsageError(
+                f"{name} adapts the parameter {part.parameter_name!r}, named in target_parameters of its LoraConfig, "
+                "which is not available; name linears in target_modules instead, without target_parameters"
+            )
         forward = vars(part).get("forward")
         own = isinstance(forward, MethodType) and forward.__self__ is part
         compiled = getattr(part, "_compiled_call_impl", None) is not None
@@ -344,8 +365,17 @@ def _tensor_parallel_group(
         group = mesh.tensor(mesh.degrees[-1])
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
-        if mesh.ndim > 1 and "tp" not in names:
-            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+        if "tp" not in names and (mesh.ndim > 1 or {*names} & {*_OTHERS}):
+            what = f"mesh has the dimensions {names or mesh.ndim}"
+            raise UsageError(f"{what}; name the tensor-parallel one 'tp', of size 1 where there is none")
+        strange = [
+            each for at, each in enumerate(names) if mesh.ndim > 1 < mesh.size(at) and each not in ("tp", *_OTHERS)
+        ]
+        if strange and mesh.ndim > 1:
+            raise UsageError(
+                f"mesh has the dimension {strange[0]!r}, over which nothing would be averaged; replicas are those of "
+                f"{', '.join(map(repr, DATA_DIMENSIONS))}; give mesh['tp'] where another tool averages them"
+            )
         group = mesh.get_group("tp" if "tp" in names else 0)
     else:
         group = resolve(mesh)

@@ -26,6 +26,7 @@ from oases.distributed.dtensors import mesh_of_group, to_dtensors
 from oases.distributed.guards import register_replaced, register_stage
 from oases.distributed.precision import set_needs
 from oases.distributed.replicas import average_replicas
+from oases.errors import UsageError
 
 
 def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
@@ -54,6 +55,7 @@ def install(model: nn.Module, setup: Setup, sharded: Sharded) -> None:
         _attach(model, save_pretrained=ModelSaver(model, group))
     mesh = mesh if steps is None else mesh or steps.mesh
     _attach(model, oases_mesh=mesh, oases_partition=report, oases_hooks=hooks)
+    hooks.note_forwards(model)
 
 
 def _show_dtensors(
@@ -88,11 +90,20 @@ def _train_in_stages(
     runners = [each.runner for each in report.layers if each.runner is not None]
     training = PipelineTraining(model, stages, steps, setup.spec.loss or (lambda result: result), runners, hooks)
     _attach(model, oases_pipeline=training, train_step=training.train_step, eval_step=training.eval_step)
+    _attach(model, __deepcopy__=_refuse_copy)
     register_stage(model)
     of_rank = stages.division.layers_on(steps.mesh.stage)
     report.notes.append(
         f"stage {steps.mesh.stage} of {steps.mesh.num_stages}: layers "
         f"{', '.join(f'{layers[0]} to {layers[-1]}' for layers in of_rank)}"
+    )
+
+
+def _refuse_copy(*_: Any) -> None:
+    """Replacement of `__deepcopy__` for models in stages or with sharded weights."""
+    raise UsageError(
+        "a copy of a model in stages, or with sharded weights (fsdp), whose process groups cannot be copied; average "
+        "its parameters one by one, or parallelize() a second model and load the state of the first"
     )
 
 

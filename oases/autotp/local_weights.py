@@ -40,7 +40,9 @@ class LocalWeights:
             for name, parameter in held.items():
                 if is_dtensor(parameter) and not (self._replicated and _is_cut(parameter)):
                     if id(parameter) not in seen:
-                        seen[id(parameter)] = read(parameter)
+                        # A module that does not know of the cut, because it got the weight later, computes with all.
+                        known = not _is_cut(parameter) or name in getattr(module, "shard_dims", ())
+                        seen[id(parameter)] = read(parameter) if known else parameter.full_tensor()
                     kept.append((held, name, parameter))
                     held[name] = seen[id(parameter)]
         self._kept.append(kept)

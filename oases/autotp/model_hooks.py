@@ -75,14 +75,17 @@ class ModelHooks:
         named = dict(model.named_parameters())
         plain = {name for name, each in named.items() if not is_dtensor(each)}
         self._plain = plain if len(plain) < len(named) else None
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        watch_passes(model, self._group_now)
+
+    def note_forwards(self, model: nn.Module) -> None:
+        """Refuse other forwards of layers, and of modules outside of them that have shards, from now on."""
         layers = {name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), FORWARDS)}
         for name, part in model.named_modules():
             inside = any(name.startswith(f"{layer}.") for layer in layers)
             if name in layers or (not inside and "tensor_parallel" in vars(part)):
                 self._forwards.append((name, part, vars(part).get("forward")))
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
-        watch_passes(model, self._group_now)
 
     def _group_now(self) -> ProcessGroup | None:
         return group_of(self._group)

@@ -129,7 +129,7 @@ def compare_with_plan(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     for name, module in model.named_modules():
         entry = name if name in plan else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         wanted = _wanted(plan.get(entry, ""))
-        if wanted is None or getattr(module, "weight", None) is None:
+        if wanted is None or module._parameters.get("weight") is None:
             continue
         found = _found(module)
         if found == wanted:

@@ -34,9 +34,9 @@ class Vocabulary:
 
     def held_by(self, model: nn.Module) -> Vocabulary | None:
         """Those modules that a stage of a pipeline still has; None without any."""
-        held = set(model.modules())
-        tables = {name: table for name, table in self.tables.items() if table in held}
-        heads = {name: head for name, head in self.heads.items() if head in held}
+        held = set(model.parameters())
+        tables = {name: table for name, table in self.tables.items() if table.weight in held}
+        heads = {name: head for name, head in self.heads.items() if head.weight in held}
         return Vocabulary(self.rows, tables, heads) if tables or heads else None
 
 
@@ -68,13 +68,19 @@ def _vocabulary(model: nn.Module, table: nn.Embedding, linears: dict[str, nn.Lin
     rows, width = table.num_embeddings, table.embedding_dim
     tables, heads = {}, {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight is table.weight:
+        if isinstance(module, nn.Embedding) and holds_weight(module, table):
             tables[name] = module
         elif isinstance(module, nn.Linear):
             alike = (module.out_features, module.in_features) == (rows, width)
-            if module.weight is table.weight or (alike and (module is output or name in linears)):
+            if holds_weight(module, table) or (alike and (module is output or name in linears)):
                 heads[name] = module
     return Vocabulary(rows, tables, heads)
+
+
+def holds_weight(module: nn.Module, table: nn.Module) -> bool:
+    """Whether a module has the weight of a table. A computed one is not read: a power iteration would go on."""
+    weight = table._parameters.get("weight")
+    return weight is not None and module._parameters.get("weight") is weight
 
 
 def _given(model: nn.Module, method: str) -> Any:
@@ -128,7 +134,7 @@ def shard_vocabulary(model: nn.Module, vocabulary: Vocabulary, process_group: Pr
 
 
 def _require_no_other_holder(model: nn.Module, modules: list[nn.Embedding | nn.Linear]) -> None:
-    weights = {id(module.weight) for module in modules}
+    weights = {id(module._parameters["weight"]) for module in modules}
     known = {id(module) for module in modules}
     for name, holder in model.named_modules():
         for parameter_name, parameter in holder._parameters.items():

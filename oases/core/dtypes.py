@@ -1,7 +1,8 @@
 """Communication dtypes: names, and bytes per number that is sent."""
 
 QUANTISED = "int8"
-"""The dtype of quantised numbers, which have an fp32 scale per block of 128 (csrc/quantize_kernels.h)."""
+"""The dtype of quantised numbers, which have an fp32 scale per block (csrc/quantize_kernels.h)."""
+QUANTISED_BLOCK = 128
 WIRE_BYTES = {"bfloat16": 2.0, "float16": 2.0, QUANTISED: 1 + 1 / 32}
 """Bytes per number that is sent; quantised ones with their part of a block's scale."""
 WIRES = ("none", *WIRE_BYTES)

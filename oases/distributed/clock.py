@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from oases.core.execution.executor import synchronize
+from oases.core.execution.executor import mark, seconds_between
 
 HELD = 1.5
 """Time that an accelerator is held, in times that the host took to queue the same work before."""
 HIGHEST_CLOCK = 3e9
 """Cycles per second, above the rated boost clocks of NVIDIA's accelerators (up to 2.6e9)."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work queued on `device`; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `work`, from an idle device to the end of what it queues there."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 class Clock:
@@ -50,19 +65,12 @@ class Clock:
         self._queueing[of] = min(took, self._queueing.get(of, took))
 
     def mark(self) -> Any:
-        """Current time: seconds of the monotonic clock, or an event recorded on the current stream."""
-        if not self._events:
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+        """Current time, see `mark`."""
+        return mark(self.device)
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks; negative where `end` came first."""
-        if not self._events:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end) / 1e3)
+        """Seconds between two marks, after waiting for the later one; negative where `end` came first."""
+        return seconds_between(start, end)
 
     def synchronize(self) -> None:
         """Wait for all queued work."""

@@ -12,29 +12,44 @@ Where torch is wrong or fails for such parameters it is corrected here, once per
 - Handlers of the dispatcher: a GradScaler finds infinities on the mesh of the first gradient alone
   (distributed/tensor/_dispatch.py:117); clipping refuses plain shards beside DTensors; `item()` of a partial result
   gives this rank's part; random numbers on a mesh of CPUs are equal in all shards (distributed/tensor/_random.py:28):
-  all ranks draw the full tensor, as one process does, and keep their shards.
+  all ranks draw the full tensor, as one process does, and keep their shards. Ops that get plain tensors beside
+  DTensors are refused by torch, and views along sharded dimensions are copies: see `whole_tensors`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from oases.core.blocks.sharding import Cut, cuts, holders
 from oases.core.execution.dtensors import is_dtensor, local_of
 from oases.core.execution.group import ProcessGroup, group_name
 from oases.distributed.pieces import Piece, StateShard, pieces_of
+from oases.distributed.whole_tensors import draw, part_of, refuse_collective, run_whole
 from oases.errors import UsageError
 
 TP = "tp"
 """Name of the dimension of the mesh that parameters are sharded over."""
 _DRAWS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
+
+_OF_STEPS = ("add_", "sub_", "mul_", "div_")
+"""Ops in place, element by element, that optimizers call for each parameter: run on local tensors at once."""
+_UNTOUCHED = ("lerp_", "addcmul_", "addcdiv_", "_foreach", "_fused")
+"""Names, or their beginnings, of ops that only optimizers call, for DTensors alone."""
+
+_COLLECTIVES = (
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
+    "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_",
+)  # fmt: skip
+"""Ops of torch.distributed, which have no meaning for DTensors."""
 
 _PIECES = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 """Methods of a DTensor by which torch.distributed.checkpoint asks for its pieces."""
@@ -161,21 +176,89 @@ def correct() -> None:
     dispatcher: Any = DTensor._op_dispatcher  # type: ignore[attr-defined]
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
     handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
-    handlers[aten._local_scalar_dense.default] = _item
-    handlers[aten._foreach_mul_.Tensor] = _scale
+    handlers[aten._local_scalar_dense.default] = run_whole
+    of_clipping = (aten._foreach_mul_.Tensor, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
+    handlers.update(dict.fromkeys(of_clipping, _scale))
+    views = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+    handlers.update(dict.fromkeys((*views, aten.diagonal.default, aten.view.default), _view))
+    handlers.update({op: handler for op, handler in _handlers().items() if op not in handlers})
+    handlers.update({getattr(torch.ops.c10d, name).default: refuse_collective for name in _COLLECTIVES})
+    dispatcher._propagate_op_sharding_dispatch_slow_path = partial(_propagated, dispatcher)
     for name in _DRAWS:
         for overload in getattr(aten, name).overloads():
             handlers[getattr(getattr(aten, name), overload)] = _draw
+    for made in (
+        aten.eye,
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.arange,
+        aten.linspace,
+    ):  # torch resizes what is local
+        handlers.update({getattr(made, each): run_whole for each in made.overloads() if "out" in each})
+
+
+def _handlers() -> dict[Any, Any]:
+    """Handlers of ops that may get plain tensors beside DTensors, for all of which torch has a rule."""
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    known = {*propagator.op_strategy_funcs, *getattr(propagator, "op_single_dim_strategy_funcs", ())}
+    known |= {op for op in torch._decomp.decomposition_table if isinstance(op, torch._ops.OpOverload)}
+    found = {}
+    for op in known:
+        name = op._schema.name.removeprefix("aten::")
+        kinds = [str(each.type) for each in op._schema.arguments if "Tensor" in str(each.type)]
+        if (len(kinds) > 1 or kinds[:1] == ["List[Tensor]"]) and not name.startswith(_UNTOUCHED):
+            found[op] = _elementwise if name in _OF_STEPS else _beside_plain
+    return found
+
+
+def _elementwise(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op in place on local tensors, where the second tensor is placed as the first is, or a number."""
+    this, other = args
+    spec, theirs = getattr(this, "_spec", None), getattr(other, "_spec", None)
+    if theirs is None or spec is None:
+        alike = not isinstance(other, Tensor) or not other.dim()
+    else:
+        alike = theirs is spec or (this.shape == other.shape and this.placements == other.placements)
+    if spec is None or not alike or any(each.is_partial() for each in spec.placements):
+        return _beside_plain(op, args, kwargs)
+    op(this._local_tensor, local_of(other), **kwargs)
+    return this
+
+
+def _beside_plain(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on whole tensors where plain ones are among them, which torch refuses; else as torch does."""
+    given = [*args, *kwargs.values()]
+    if any(isinstance(each, (list, tuple)) for each in given):
+        given = tree_leaves(given)
+    given = [each for each in given if isinstance(each, Tensor)]
+    plain = any(not is_dtensor(each) and each.numel() != 1 for each in given)
+    whole = plain and all(is_tensor_parallel(each) for each in given if is_dtensor(each))
+    return run_whole(op, args, kwargs) if whole else _as_torch(op, args, kwargs)
+
+
+def _propagated(dispatcher: Any, op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+    """Sharding of an op's result; the result itself, of whole tensors, where torch has no rule for it."""
+    try:
+        theirs = type(dispatcher)._propagate_op_sharding_dispatch_slow_path
+        return theirs(dispatcher, op, args, kwargs, info, try_cache)
+    except (NotImplementedError, RuntimeError):
+        if not all(is_tensor_parallel(each) for each in tree_leaves((args, kwargs)) if is_dtensor(each)):
+            raise
+    return (refuse_collective if "c10d" in op.namespace else run_whole)(op, args, kwargs)
 
 
 def _set_data(this: Any, value: Tensor) -> None:
-    """Take the values of another DTensor of the same shape and placements. UsageError for any other tensor."""
+    """Take the values of a full tensor, or of a DTensor of the same placements. UsageError for any other tensor."""
+    if value.shape == this.shape and not is_dtensor(value):
+        value = with_local(this, part_of(this, value.detach()).contiguous())
     if not is_dtensor(value) or value.shape != this.shape or value.placements != this.placements:  # type: ignore[attr-defined]
-        kind = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         raise UsageError(
-            f".data of a parameter of shape {tuple(this.shape)}, sharded as {this.placements}, was set to {kind}; "
-            "set it to a DTensor of its placements, as torch.distributed.tensor.distribute_tensor(value, "
-            "parameter.device_mesh, parameter.placements) returns, or copy_() that"
+            f".data of a parameter of shape {tuple(this.shape)}, placed as {this.placements}, was set to a "
+            f"{type(value).__name__} of shape {tuple(value.shape)}; set it to a full tensor of its shape, or a "
+            "DTensor of its placements"
         )
     torch.Tensor.data.__set__(this, value)  # type: ignore[attr-defined]
     this._local_tensor, this._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
@@ -240,31 +323,33 @@ def _unscale(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _scale(op: Any, args: Any, kwargs: Any) -> None:
-    """Scale gradients in place by one number, as clipping does, plain shards among them, too."""
+    """Scale or clamp gradients in place by one number, as clipping does, plain shards among them, too."""
     gradients, by = args
     op([local_of(each) for each in gradients], by.full_tensor() if is_dtensor(by) else by)
 
 
-def _item(op: Any, args: Any, kwargs: Any) -> Any:
-    whole = all(each.is_replicate() for each in args[0].placements)
-    return op(local_of(args[0]) if whole else args[0].full_tensor())
-
-
 def _draw(op: Any, args: Any, kwargs: Any) -> Any:
-    """Draw the full tensor, as the mesh's first rank does, and keep this rank's part."""
-    this, *others = args
-    if not is_tensor_parallel(this) or this.device_mesh.ndim > 1:
-        handlers = type(this)._op_dispatcher._custom_op_handlers
-        del handlers[op]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = _draw
-    (placement,), local, mesh = this.placements, local_of(this), this.device_mesh
-    whole = torch.empty(this.shape, dtype=this.dtype, device=local.device)
-    op(whole, *others, **kwargs)
-    dist.broadcast(whole, group=mesh.get_group(), group_src=0)
-    if not placement.is_replicate():
-        whole = _cut_of(this).take(whole, mesh.get_local_rank(), mesh.size())
-    local.copy_(whole)
-    return this
+    """Draw numbers of a tensor-parallel DTensor as one process does; others as torch does."""
+    return draw(op, args, kwargs) if is_tensor_parallel(args[0]) else _as_torch(op, args, kwargs)
+
+
+def _view(op: Any, args: Any, kwargs: Any) -> Any:
+    """View a part of a DTensor; where torch would copy it, and a write would be lost, as a `View`."""
+    result = _as_torch(op, args, kwargs)
+    found = [result] if isinstance(result, Tensor) else result
+    memory = local_of(args[0]).untyped_storage().data_ptr()
+    tracked = args[0].requires_grad and torch.is_grad_enabled()
+    shares = tracked or all(local_of(each).untyped_storage().data_ptr() == memory for each in found)
+    return result if shares or not is_tensor_parallel(args[0]) else run_whole(op, args, kwargs)
+
+
+def _as_torch(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op as torch does, without its handler here."""
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    handler = handlers.pop(op, None)  # None: popped by another thread
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers.update({} if handler is None else {op: handler})

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.core.execution.call import refuse_second_derivatives
-from oases.core.execution.failure import Failure, check, monitor_of, watch_backward
+from oases.core.execution.failure import Failure, begin_call, check, monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, all_gather_objects
 from oases.errors import UsageError
 
@@ -22,15 +22,18 @@ from oases.errors import UsageError
 def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
     """Raise an exception of the body on every rank at the end of the block. Collective.
 
-    All ranks then go on. The body itself must contain no collective. FailedRankError after a failure of the run.
+    All ranks then go on. The body itself must contain no collective. FailedRankError after a failure of the run;
+    an error that names a rank which does not come, or makes another call.
     """
     check(process_group)
+    caller = sys._getframe(2).f_code.co_name  # of the `with`
     mine: Exception | None = None
     try:
         yield
     except Exception as error:
         mine = error
     told = None if mine is None else (isinstance(mine, UsageError), f"{type(mine).__name__}: {mine}")
+    begin_call(process_group, caller, ("call", caller), ())
     said = all_gather_objects(told, process_group)
     if mine is not None:
         raise mine

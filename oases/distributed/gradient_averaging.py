@@ -9,13 +9,14 @@ not show whether they were hidden, nor an error which of them a rank waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from oases.core.dtypes import QUANTISED_BLOCK
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.distributed.collectives import agreed_group
@@ -33,19 +34,44 @@ class _Bucket:
         self.sent: tuple[Any, Tensor] | None = None
         self.residual: Tensor | None = None
         """Rounding errors of earlier quantised sums on this rank; added to the next one."""
+        self._sizes = [part_of_rank(parameter).numel() for parameter in parameters]
 
     def reset(self) -> None:
         self.missing = {id(parameter) for parameter in self.parameters}
         self.sent = None
 
-    def gradients(self) -> list[Tensor]:
-        """Gradients; zeros for a parameter that was not used here: other ranks may have used it."""
-        found = []
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            found.append(part_of_rank(parameter.grad))
-        return found
+    def flat(self, wire: str) -> Tensor:
+        """Gradients, and behind them whether each parameter has one: other ranks may have used those that do not."""
+        parts = [
+            torch.zeros_like(part_of_rank(each.detach()), dtype=each.grad_dtype or each.dtype)
+            if each.grad is None
+            else part_of_rank(each.grad)
+            for each in self.parameters
+        ]
+        used = [each.grad is not None for each in self.parameters]
+        return torch.cat([*(part.flatten() for part in parts), marks(parts[0], sum(self._sizes), used, wire)])
+
+    def put(self, average: Tensor, ranks: int) -> None:
+        """Take over averages. A gradient that no rank has stays None, and optimizers leave its parameter as it is."""
+        parts = average[: sum(self._sizes)].split(self._sizes)
+        if any(each.grad is None for each in self.parameters):  # else the host need not wait for the marks
+            used = average[-len(self.parameters) :].tolist()
+            for parameter, share in zip(self.parameters, used, strict=True):
+                if parameter.grad is None and share > 0.5 / ranks:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        pairs = [(part_of_rank(each.grad), part) for each, part in zip(self.parameters, parts, strict=True)
+                 if each.grad is not None]  # fmt: skip
+        if pairs:
+            torch._foreach_copy_([g for g, _ in pairs], [part.view_as(g) for g, part in pairs])
+
+
+def marks(like: Tensor, length: int, used: Sequence[bool], wire: str) -> Tensor:
+    """Numbers to send behind `length` others: 1 for each parameter that was used here, 0 for others.
+
+    Quantised ones are in blocks of their own, in which they are exact.
+    """
+    found = like.new_ones(len(used)) if all(used) else like.new_tensor(used)
+    return torch.cat([like.new_zeros(-length % QUANTISED_BLOCK), found]) if wire else found
 
 
 class _Lane:
@@ -81,7 +107,7 @@ class _Lane:
             bucket = self.buckets[self._next]
             if bucket.missing and not flush:
                 return
-            flat = torch.cat([gradient.flatten() for gradient in bucket.gradients()])
+            flat = bucket.flat(self._wire)
             bucket.sent = (self._start(bucket, flat), flat)
             self._next += 1
 
@@ -94,15 +120,12 @@ class _Lane:
 
     def receive(self) -> None:
         """Wait for all sums and replace the gradients by the averages."""
-        size = self._scheduler.size
         for bucket in self.buckets:
             assert bucket.sent is not None
             ticket, flat = bucket.sent
             bucket.sent = None
             self._scheduler.wait(ticket)
-            gradients = bucket.gradients()
-            parts = flat.div_(size).split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+            bucket.put(flat.div_(self._scheduler.size), self._scheduler.size)
 
 
 class GradientAverager:

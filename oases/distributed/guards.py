@@ -29,6 +29,7 @@ from oases.core.blocks.sharding import sharded_modules, sharded_parameters, watc
 from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_of, group_size
 from oases.distributed.dtensors import TP, is_fsdp_shard, is_fused, is_tensor_parallel, local_above
+from oases.distributed.failures import raise_together
 from oases.distributed.pieces import PlainShard, refused_shard
 from oases.distributed.replicas import averaged_parameters, replicas_of
 from oases.distributed.total_norm import install as install_total_norm
@@ -127,7 +128,31 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse_shared(_ZERO, ranks, held)
     _refuse_fsdp2(held)
     _judge(getattr(optimizer, "inner", optimizer), held)
+    require_own_state(
+        (f"{name} of parameter {number}", value, each)
+        for number, each in enumerate(held)
+        for name, value in optimizer.state.get(each, {}).items()
+    )
     _seen.add(optimizer)
+    optimizer.register_load_state_dict_post_hook(_seen.discard)
+
+
+def require_own_state(given: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise UsageError on all ranks where one has loaded a shard of another, of a file that one saved. Collective.
+
+    given: name, value and parameter of each tensor of a state.
+    """
+    placed = [each for each in given if is_tensor_parallel(each[1]) and is_tensor_parallel(each[2])]
+    for group in placed[0][2].device_mesh.get_all_groups() if placed else ():
+        with raise_together(group):
+            for name, value, parameter in placed:
+                there, here = value.device_mesh.get_coordinate(), parameter.device_mesh.get_coordinate()
+                if there != here and not all(each.is_replicate() for each in value.placements):
+                    raise UsageError(
+                        f"{name} is the shard of rank {there} of its mesh, and this is rank {here}; load on each "
+                        "rank what it saved, or save by model.save_pretrained, torch.distributed.checkpoint or "
+                        "oases.save_checkpoint"
+                    )
 
 
 def _judge(optimizer: torch.optim.Optimizer, held: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ each sends its part to its peer, and the receiving stage gathers the parts where
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,23 @@ _in_use: WeakSet[StageMessages] = WeakSet()
 def waiting_for() -> str:
     """The message that this process is waiting for, or ""; for error reports."""
     return next((text for messages in list(_in_use) if (text := messages.waiting_for)), "")
+
+
+def refuse_backend(kind: str, config: str) -> None:
+    """Raise UsageError where messages of an accelerator could not be sent, or could stop a run for ever.
+
+    config: backend by type of device, such as "cpu:gloo,cuda:nccl".
+    """
+    if f"{kind}:gloo" in config:
+        raise UsageError(
+            f"gloo sends no tensors of {kind} between pipeline stages; initialise the group with nccl, or with "
+            f"cpu:gloo,{kind}:staged"
+        )
+    if "cuda:nccl" in config and os.environ.get("CUDA_MODULE_LOADING", "") != "EAGER":
+        raise UsageError(
+            "pipeline stages over NCCL need CUDA_MODULE_LOADING=EAGER in the environment before CUDA starts: loading "
+            "a kernel at its first use waits for the receives that are posted, which wait for what is queued after it"
+        )
 
 
 def sends_confirmed_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
@@ -112,12 +130,8 @@ class StageMessages:
         validate(pipeline, "stage")
         self._mesh, self._wire = mesh, wire
         self._device = torch.device(device)
-        kind = self._device.type
-        if kind != "cpu" and mesh.run is not None and f"{kind}:gloo" in dist.get_backend_config(mesh.run):
-            raise UsageError(
-                f"gloo sends no tensors of {kind} between pipeline stages; initialise the group with nccl, or with "
-                f"cpu:gloo,{kind}:staged"
-            )
+        if self._device.type != "cpu" and mesh.run is not None:
+            refuse_backend(self._device.type, dist.get_backend_config(mesh.run))
         self._agree()
         self._split = {each: mesh.on_one_node(each) if split is None else split for each in set(degrees)}
         self._on_host = ""

@@ -6,6 +6,7 @@ optimizer updates float32 master weights, and the model's weights are the master
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import holders
-from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.core.execution.failure import is_sampled
+from oases.core.execution.group import (
+    ProcessGroup,
+    all_gather_objects,
+    group_name,
+    group_of,
+    group_rank,
+    group_size,
+)
 from oases.distributed.collectives import broadcast_shares
 from oases.distributed.dtensors import is_fsdp_shard, is_tensor_parallel, part_of_rank, with_local
 from oases.distributed.expert_groups import averaging_group
@@ -81,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [each | {"params": self._here(each["params"])} for each in self.param_groups]
         for each in groups:
             each.pop("param_names", None)
+        self._steps = 0
         self.inner = optimizer_class(groups, **options)
         """The optimizer of this rank's share: of master weights, and of parameters without."""
         mark_handled(self)
@@ -101,27 +111,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update this rank's share and send it to the other ranks of each group. Collective over them.
 
-        closure: computes the loss again, as in torch; its result is returned.
+        closure: computes the loss again, as in torch, at all weights that the optimizer tries.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        if self._owned and isinstance(self.inner, torch.optim.LBFGS):
+            raise UsageError("LBFGS computes with all parameters, and zero gives each rank a share; leave zero out")
         self._set_options()
         self._take_changes()
         masters = [(parameter, master) for parameter, master in self._updated.items() if master is not parameter]
-        for parameter, master in masters:
-            master.grad = parameter.grad
-        self.inner.step()
+        calls = itertools.count()
+
+        def evaluate() -> Any:
+            if next(calls):
+                self._show()
+            result = None if closure is None else closure()
+            self._set_options()
+            for parameter, master in masters:
+                master.grad = parameter.grad
+            return result
+
+        if closure is None:
+            evaluate()
+        result: Any = self.inner.step() if closure is None else self.inner.step(evaluate)
         self._take_options()
+        self._require_own_options()
         for _, master in masters:
             master.grad = None
-        self.copy_masters_to_model()
-        for name, owned in self._owned.items():
-            broadcast_shares(owned, group_of(name))
+        self._show()
         self._note_copies()
         self._link()
         return result
+
+    def _show(self) -> None:
+        """Put the updated weights into the model, of all ranks."""
+        self.copy_masters_to_model()
+        for name, owned in self._owned.items():
+            broadcast_shares(owned, group_of(name))
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what is updated for a parameter: its master weight, or itself; None where another rank has that."""
@@ -217,6 +241,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Show what the optimizer keeps in its groups, as schedule-free ones their counts, in `param_groups`."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_without_parameters(inner))
+
+    def _require_own_options(self) -> None:
+        """Raise UsageError, on all ranks, where an optimizer keeps numbers of all parameters, as Prodigy its rate."""
+        self._steps += 1
+        if not is_sampled(self._steps) or type(self.inner).__module__.startswith("torch.optim."):
+            return
+        mine = [(name, str(value)) for each in self.param_groups for name, value in _without_parameters(each).items()]
+        for group in self._owned:
+            for rank, theirs in enumerate(all_gather_objects(mine, group_of(group))):
+                for (name, value), (_, other) in zip(mine, theirs, strict=False):
+                    if value != other:
+                        raise UsageError(
+                            f"{type(self.inner).__name__} computes {name} with all parameters, and zero gives "
+                            f"each rank a share: {value} here, {other} on rank {rank}; leave zero out"
+                        )
 
     def _link(self) -> None:
         """Show the state of this rank's share as `state`, by parameter."""

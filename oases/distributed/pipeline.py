@@ -129,6 +129,8 @@ class StageRunner:
         executor = Executor(handlers, self.pipeline, f"stage {self.stage}", Context(spans))
         steps = self._steps if keep else self._forward_steps
         monitor = monitor_of(dist.group.WORLD if dist.is_initialized() else None)
+        if monitor is not None:
+            monitor.check()
         try:
             with FailTogether(
                 monitor, executor.place, remedy=executor.remedy

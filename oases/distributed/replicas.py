@@ -22,6 +22,7 @@ from oases.core.execution.group import ProcessGroup, group_name, group_of
 from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.failures import watch_passes
 from oases.distributed.gradient_averaging import GradientAverager
+from oases.distributed.parameter_hooks import DeferredHooks
 
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard")
 """Names of a DeviceMesh's data-parallel dimensions: oases' own, and accelerate's."""
@@ -65,12 +66,11 @@ class Replicas(AverageSwitch):
         self._known: tuple[Any, ...] = ()
         self._handles: list[Any] = []
         self._task = -1
+        self._hooks = DeferredHooks(self._accumulated)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """Replicas of a copied module; it finds its parameters in its first forward pass."""
-        made = Replicas.__new__(Replicas)
-        memo[id(self)] = made
-        made.__dict__.update(_group=self._group, _wire=self._wire, _average=None, _known=(), _handles=[], _task=-1)
+        memo[id(self)] = made = Replicas(self.group, self._wire)
         return made
 
     @property
@@ -88,6 +88,8 @@ class Replicas(AverageSwitch):
         if self.steps or not torch.is_grad_enabled():
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._hooks.take(trained)
+        self._hooks.wait = False  # after a backward pass that an exception has ended
         known = tuple(
             (id(parameter), parameter.dtype, parameter.grad_dtype, parameter.device) for parameter in trained
         )
@@ -104,11 +106,20 @@ class Replicas(AverageSwitch):
 
     def _accumulated(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        if self.steps or not self.sync or task == self._task or self._average is None:
+        if self.steps or task in (-1, self._task) or self._average is None:
+            return
+        if not self.sync:
+            self._hooks.accumulate()
             return
         self._task = task
+        self._hooks.begin()
         self._average.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._average.finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _finish(self) -> None:
+        assert self._average is not None
+        self._average.finish()
+        self._hooks.end()
 
 
 def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:

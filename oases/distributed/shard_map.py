@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut, cuts, holders
+from oases.core.execution.failure import begin_call
 from oases.core.execution.group import ProcessGroup, all_gather_objects, group_of, group_rank, group_size
 from oases.distributed.dtensors import is_tensor_parallel, part_of_rank
 from oases.errors import UsageError
@@ -153,6 +154,7 @@ class ModelTensor:
 
 def tensors_of_model(model: nn.Module, process_group: ProcessGroup | None) -> list[ModelTensor]:
     """Each tensor of the whole model once, in the order of its ranks. Collective over process_group: all of them."""
+    begin_call(process_group, "the state of a model", ("call", "save_pretrained() or full_state_dict()"), ())
     mine = shard_map(model, process_group)
     said = [(one.names, one.aliases, one.shape, one.tensor.dtype, one.tensor.is_meta) for one in mine]
     everyone = all_gather_objects(said, process_group)

@@ -10,16 +10,18 @@ rounding loses is as large as the whole gradients, of which no rank keeps any.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from oases.core.execution.group import group_name, scheduler_of
+from oases.core.execution.group import ProcessGroup, group_name, scheduler_of
 from oases.distributed.collectives import agreed_group
 from oases.distributed.fsdp import FsdpUnit
+from oases.distributed.gradient_averaging import GradientAverager, marks
+from oases.distributed.parameter_hooks import add_gradient
 from oases.plans.shape import REDUCED_UNITS
 
 if TYPE_CHECKING:  # see oases.distributed.fsdp
@@ -36,6 +38,7 @@ class _Bucket:
         self.sent: tuple[Any, Tensor] | None = None
         self.sum: Tensor | None = None
         self._sizes: list[int] = []
+        self._used: set[str] = set()  # here, in the passes that were sent
 
     def send(self) -> None:
         """Start the reduce-scatter of the full gradients. Zeros for a parameter that was not used here."""
@@ -45,8 +48,13 @@ class _Bucket:
         self._sizes = [-(-p.shape[0] // ranks) * (p.numel() // max(1, p.shape[0])) for p in self.trained.values()]
         some = next(iter(self.trained.values()))
         # In float32 at least: a sum of many gradients in 16 bits would lose the small ones.
-        flat = some.new_empty(ranks, sum(self._sizes), dtype=torch.promote_types(some.dtype, torch.float32))
-        for parameter, rows in zip(self.trained.values(), flat.split(self._sizes, dim=1), strict=True):
+        wide, length = torch.promote_types(some.dtype, torch.float32), sum(self._sizes)
+        used = [each.grad is not None for each in self.trained.values()]
+        self._used.update(name for name, here in zip(self.trained, used, strict=True) if here)
+        behind = marks(some.new_empty(0, dtype=wide), length, used, self._wire)
+        flat = some.new_empty(ranks, length + len(behind), dtype=wide)
+        flat[:, length:] = behind
+        for parameter, rows in zip(self.trained.values(), flat[:, :length].split(self._sizes, dim=1), strict=True):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or parameter.shape[0] % ranks:
                 rows.zero_()
@@ -78,20 +86,26 @@ class _Bucket:
         total, self.sum = self.sum, None
         if total is None:
             return
-        shards = self.unit.shards
-        for name, part in zip(self.trained, total.div_(self.unit.group.size()).split(self._sizes), strict=True):
+        shards, elsewhere = self.unit.shards, [0.0] * len(self.trained)
+        if len(self._used) < len(self.trained):  # else the host need not wait for the marks
+            elsewhere = total[-len(self.trained) :].tolist()
+        parts = total[: sum(self._sizes)].div_(self.unit.group.size()).split(self._sizes)
+        for name, part, ranks in zip(self.trained, parts, elsewhere, strict=True):
+            if name not in self._used and ranks < 0.5:
+                continue  # it stays None, as in one process, and optimizers leave the parameter as it is
             shard = cast(DTensor, shards[name])
             held = shard.to_local()
             mine = part[: held.numel()].view_as(held).to(held.dtype)
             gradient = DTensor.from_local(
                 mine, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
             )
-            before = shards[name].grad  # of earlier steps without zero_grad()
-            shards[name].grad = gradient if before is None else before + gradient
+            add_gradient(shards[name], gradient)
+        self._used.clear()
 
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""
         self.missing, self.sent, self.sum = set(self.trained), None, None
+        self._used.clear()
         for parameter in self.trained.values():
             parameter.grad = None
 
@@ -101,10 +115,16 @@ class ShardedGradientAverager:
 
     units: in the order of the forward pass. The gradients of a unit are reduced in every backward pass, once they are
     complete; full ones exist of few units at a time. wire: "int8" to send gradients quantised; "" for float32.
+    scalars: parameters that every rank has whole, and ranks that average their gradients.
     """
 
-    def __init__(self, units: Iterable[FsdpUnit], wire: str = "") -> None:
+    def __init__(
+        self, units: Iterable[FsdpUnit], wire: str = "",
+        scalars: tuple[Sequence[nn.Parameter], ProcessGroup | None] = ((), None),
+    ) -> None:  # fmt: skip
         self._units, self._wire = list(units), wire
+        self.scalars = list(scalars[0])
+        self._average = GradientAverager([scalars] if self.scalars else [])
         self._buckets: list[_Bucket] = []
         self._next: dict[str, int] = {}
         self._lanes: dict[str, list[_Bucket]] = {}
@@ -128,6 +148,8 @@ class ShardedGradientAverager:
             bucket.receive()
             bucket.deliver()
         self._flying.clear()
+        self._average.begin()
+        self._average.finish()
 
     def begin_pass(self, part: int | None) -> None:
         """Begin a backward pass of a part of the model, or of all."""

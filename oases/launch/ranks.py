@@ -226,8 +226,11 @@ def _join(options: RankOptions, local_rank: int) -> None:
     """Initialise the default group."""
     extra: dict[str, Any] = {}
     nccl = options.backend.name == "nccl"
-    if options.backend.cuda:  # ranks of NCCL have a GPU each; those of staged may share one
-        torch.cuda.set_device(local_rank if nccl else local_rank % torch.cuda.device_count())
+    # Ranks of NCCL have a GPU each, unless it was told that they share some; those of staged may share one.
+    if options.backend.cuda and (not nccl or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"):
+        local_rank %= torch.cuda.device_count()
+    if options.backend.cuda:
+        torch.cuda.set_device(local_rank)
     if nccl:
         from oases.core.execution.group import nccl_options
 

@@ -6,8 +6,8 @@ the forward and backward op on the layer's own shapes, and all ranks agree on th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oases.core.execution.autotune import Autotune, cache_key
-from oases.core.execution.executor import synchronize
 from oases.core.execution.failure import refuse_capture
 from oases.core.execution.group import ProcessGroup, group_of, scheduler_of
+from oases.distributed.clock import timed
 
 NumChunks = int | Literal["auto"]
 Kind = Literal["column", "row"]
@@ -129,18 +129,9 @@ def calibrate(tuning: Autotune[int], group: ProcessGroup, run: Callable[[int], N
     try:
         with torch.no_grad(), _disable_current_modes():
             while tuning.choice is None:
-                tuning.note(tuning.turn, seconds(run, tuning.current, device))
+                tuning.note(tuning.turn, timed(partial(run, tuning.current), device))
     finally:
         scheduler.set_counting(True)
-
-
-def seconds(run: Callable[[int], None], count: int, device: torch.device) -> float:
-    """Seconds of `run(count)`, to the end of its work on `device`."""
-    synchronize(device)
-    start = time.perf_counter()
-    run(count)
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def is_real(x: Tensor) -> bool:

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from oases.core.execution.communication import WireType
-from oases.core.execution.executor import synchronize
 from oases.core.execution.group import ProcessGroup, group_size, scheduler_of
-from oases.distributed.clock import Clock
+from oases.distributed.clock import Clock, timed
 from oases.distributed.collectives import all_reduce
 from oases.moe.costs import Costs
 from oases.moe.dispatch import wire_bytes
@@ -131,13 +130,7 @@ def measured_seconds(
 
     largest: of the slowest rank instead.
     """
-    found = []
-    for _ in range(TIMES + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        act()
-        synchronize(device)
-        found.append(time.perf_counter() - start)
+    found = [timed(act, device) for _ in range(TIMES + 1)]
     return _agreed(statistics.median(found[1:]), device, group, label, largest=largest)
 
 

@@ -116,6 +116,9 @@ def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
         clips = (oases.clip_grad_norm, lambda each, most: torch.nn.utils.clip_grad_norm_(each.parameters(), most))
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         worst["norm"] = max(worst["norm"], abs(float(clips[step % 2](parallel, 0.5)) / norm - 1))
+        for each in (model, parallel):
+            torch.nn.utils.clip_grad_value_(each.parameters(), 1e-3)
+        worst["gradients"] = max(worst["gradients"], apart(model, parallel))
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()

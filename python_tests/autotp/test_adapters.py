@@ -186,6 +186,15 @@ def refused(part):
     return said(called)
 
 
+def test_adapters_of_stacked_experts_are_refused_by_name():
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    model = peft.get_peft_model(build("mixtral"), config)
+    with pytest.raises(oases.UsageError, match=r"'down_proj', named in target_parameters .* in target_modules"):
+        oases.parallelize(model)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["q_proj", "lm_head"])
 def test_adapters_after_parallelize_are_refused(two_ranks, part):

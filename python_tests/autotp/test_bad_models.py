@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from autotp.comparison import said
 from autotp.plain_models import WIDTH, Block, Plain, apart, loss_of, made, spec, tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import oases
@@ -219,6 +220,16 @@ CASES = {
         "UsageError: .*'layers.0.up' gives 64 logits, and the vocabulary 'table' has 50 rows",
     ),
     "no inputs": (lambda: oases.parallelize(plain()), "UsageError: .*spec=ParallelSpec"),
+    "replicas of another name": (
+        lambda: run(plain(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tp"))),
+        "UsageError: mesh has the dimension 'data', over which nothing would be averaged; replicas are those of 'dp'",
+    ),
+    "replicas alone": (
+        lambda: run(plain(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
+        r"UsageError: mesh has the dimensions \('dp',\); name the tensor-parallel one 'tp'",
+    ),
+    "inference": (torch.inference_mode()(lambda: run(plain())), r"UsageError: parallelize\(\) in inference_mode\(\)"),
+    "recompute": (lambda: run(plain(), recompute=True), "ScheduleError: unknown recompute True; known are none"),
 }  # fmt: skip
 
 
@@ -231,6 +242,12 @@ def message(name):
 def test_a_clear_error(two_ranks, name):
     for text in two_ranks.run(message, name):
         assert re.search(CASES[name][1], text), text
+
+
+def test_several_ranks_without_a_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(oases.UsageError, match=r"WORLD_SIZE is 2: .*call torch.distributed.init_process_group\(\)"):
+        run(plain())
 
 
 def with_spec():

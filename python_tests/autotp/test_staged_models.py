@@ -307,6 +307,8 @@ def wrong(kind):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "cp"))
     elif kind == "no pp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    elif kind == "replicas alone":
+        mesh, options = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {}
     elif kind == "pipeline":
         options = {"pipeline": "1f1b"}
     return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
@@ -324,6 +326,7 @@ def wrong(kind):
         ("parts of one stage", "zb_v needs at least 2 stages, got 1; take one_f_one_b"),
         ("other dimensions", "a mesh with 'pp' may have pp, dp, tp alone"),
         ("no pp", "micro_batches 2 needs a mesh with the dimension 'pp'"),
+        ("replicas alone", "mesh has the dimensions ('dp',); name the tensor-parallel one 'tp', of size 1"),
         ("pipeline", "unknown pipeline '1f1b'; known are"),
     ],
 )

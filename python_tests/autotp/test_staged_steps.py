@@ -34,6 +34,20 @@ def _pooled(logits, targets, mask):
     return F.cross_entropy(sums / mask.sum(1, keepdim=True), targets)
 
 
+def _regular(logits, targets, mask):
+    """Terms that are means over the targets, and one that depends on no sample."""
+    has_loss = targets != -100
+    sizes = (logits.logsumexp(-1).square() * has_loss).sum() / has_loss.sum()
+    return F.cross_entropy(logits, targets, label_smoothing=0.1) / 2 + 0.01 * sizes + WIDTH
+
+
+PENALISED = {
+    "penalty": lambda logits, targets, mask: F.cross_entropy(logits, targets) + logits.square().mean(),
+    "times": lambda logits, targets, mask: F.cross_entropy(logits, targets) * logits.square().mean(),
+    "perplexity": lambda logits, targets, mask: F.cross_entropy(logits, targets).exp(),
+    "no mean": lambda logits, targets, mask: F.cross_entropy(logits, targets, reduction="none").mean(),
+}
+"""Losses with other terms than means over targets. "no mean": of all places, with zeros for those left out."""
 MASKED = {
     "masked": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(mask.flatten() == 0, -100)),
     "flags": lambda logits, targets, mask: F.cross_entropy(logits, targets.masked_fill(~mask.flatten(), -100)),
@@ -45,7 +59,7 @@ MASKED = {
     "a part": lambda logits, targets, mask: F.cross_entropy(logits[::5], targets.view_as(mask)[:, 0]),
 }
 """Losses of which no weights of micro-batches are known."""
-BY_MASK = MASKED | {"pooled": _pooled}
+BY_MASK = MASKED | PENALISED | {"pooled": _pooled, "regular": _regular}
 
 
 class Tagger(nn.Module):
@@ -53,7 +67,7 @@ class Tagger(nn.Module):
 
     "positional": named `targets`. "two": a second loss over one label a sample. Those of MASKED.
     "own": the tokens themselves, and those of number 0 are padding. "length": the number of tokens stands for no
-    target, as in question answering. "no mean": of all places, with zeros for those that are left out.
+    target, as in question answering.
     """
 
     def __init__(self, kind="positional", layers=4):
@@ -74,8 +88,6 @@ class Tagger(nn.Module):
             return BY_MASK[self.kind](logits.flatten(0, 1), targets.flatten(), mask)
         if self.kind == "length":
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=tokens.shape[1])
-        if self.kind == "no mean":
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").mean()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.kind == "two":
             loss = loss + F.cross_entropy(self.rater(h[:, 0]), ratings)
@@ -154,7 +166,7 @@ def test_batches_may_have_other_shapes_each_time(two_ranks):
     two_ranks.run(of_many_shapes, (2, 1, 1))
 
 
-@pytest.mark.parametrize("kind", ["positional", "own"])
+@pytest.mark.parametrize("kind", ["positional", "own", "regular"])
 def test_targets_are_found_by_what_the_loss_reads(two_ranks, kind):
     two_ranks.run(weighed, kind, (2, 1, 1))
 
@@ -193,16 +205,13 @@ def refused():
     args, kwargs = mine(model, shape, tagged("two"))
     texts["two"] = said(lambda: model.train_step(*args, **kwargs))
     texts["items"] = said(lambda: model.train_step(*args, **kwargs, num_items_in_batch=7))
+    texts["inference"] = said(torch.inference_mode()(lambda: model.train_step(*args, **kwargs)))
     model.oases_pipeline.close()
-    plain, other = pair("no mean", shape)
-    compare(plain, other, shape, tagged("no mean", left_out=False))
-    args, kwargs = mine(other, shape, tagged("no mean"))
-    texts["no mean"] = said(lambda: other.train_step(*args, **kwargs))
-    other.oases_pipeline.close()
-    plain, other = pair("divided", shape)
-    compare(plain, other, shape, tagged("divided", left_out=False))
-    other.oases_pipeline.close()
-    texts |= {kind: refusal_of(kind, shape) for kind in MASKED}
+    for kind in ("no mean", "penalty", "divided"):
+        plain, other = pair(kind, shape)
+        compare(plain, other, shape, tagged(kind, left_out=False))
+        other.oases_pipeline.close()
+    texts |= {kind: refusal_of(kind, shape) for kind in (*MASKED, *PENALISED)}
     return texts
 
 
@@ -211,7 +220,9 @@ def test_losses_that_no_weights_make_right_are_refused(two_ranks):
     for texts in two_ranks.run(refused):
         assert "a sum of 2 cross entropies" in texts["two"]
         assert "leave num_items_in_batch out" in texts["items"]
-        assert "the loss is no plain mean of a cross entropy, and micro-batches" in texts["no mean"]
+        for kind in PENALISED:
+            assert "the loss has other terms than the mean of a cross entropy, and micro-batches" in texts[kind]
+        assert "in no_grad() or inference_mode() trains nothing" in texts["inference"]
         for kind in ("masked", "flags", "by value", "in place", "a part"):
             assert "the loss leaves out labels by another input, such as a mask, changes them" in texts[kind]
         for kind in ("divided", "by hand"):
@@ -303,6 +314,54 @@ def crossed(shape):
 
 def test_stages_may_share_several_weights(two_ranks):
     two_ranks.run(crossed, (2, 1, 1))
+
+
+class Kept(nn.Module):
+    """Weights that both ends of the model read, and that it keeps in containers or reads by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.ModuleDict(
+            {"word": nn.Embedding(WORDS, WIDTH), "of": nn.ModuleDict({"it": nn.Linear(2, 8)})}
+        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.first, self.last = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.scales = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
+        self.turns, self.last_of_all = list(self.layers), [self.last]
+
+    def forward(self, tokens, targets=None):
+        h = self.inputs["word"](tokens) + self.inputs["of"].it(torch.ones(2).to(self.scales[0])) * self.scales[0]
+        h = self.first[1](self.first[0](h))
+        for layer in self.turns:
+            h = layer(h) + h
+        h = self.last_of_all[0](h) * self.scales[1] + self.scales[0]
+        logits = F.linear(h, self.inputs["word"].weight)
+        if targets is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + self.first[1].bias.square().sum()}
+
+
+def kept(pipeline):
+    """A step, and the error where the pass at parallelize() has had no loss."""
+    torch.manual_seed(0)
+    plain, models = Kept().double(), [Kept().double() for _ in range(2)]
+    for model, inputs in zip(models, (tagged(), ((tagged()[0][0],), {})), strict=True):
+        model.load_state_dict(plain.state_dict())
+        spec = oases.ParallelSpec(inputs=inputs)
+        oases.parallelize(model, mesh=mesh_of(2, 1, 1), micro_batches=4, pipeline=pipeline, spec=spec)
+    plain.forward, by_name = lambda *args: Kept.forward(plain, *args)["loss"], tagged()
+    compare(plain, models[0], (2, 1, 1), by_name)
+    text = said(lambda: models[1].train_step(*by_name[0]))
+    for model in models:
+        model.oases_pipeline.close()
+    return text
+
+
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", pytest.param("zb_v", marks=pytest.mark.long)])
+def test_weights_may_be_kept_and_read_anywhere(two_ranks, pipeline):
+    for text in two_ranks.run(kept, pipeline):
+        if pipeline == "one_f_one_b":  # with zb_v both ends are on one stage
+            assert "the loss, in part 1 of the pipeline, reads first.1.bias of another stage" in text
 
 
 def frozen_shards(option):

@@ -104,4 +104,4 @@ def test_shapes_of_ever_new_lengths_are_not_all_kept(monkeypatch):
         given, tree = pytree.tree_flatten(((torch.zeros(length, 2),), {}))
         (result,), _ = known._result_of("unit", given, tree)
         assert result.shape == (length, 5)
-    assert len(known._shapes) == 3
+    assert len(known.shapes) == 3

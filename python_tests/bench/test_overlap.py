@@ -79,6 +79,16 @@ def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) ->
     assert first in CANDIDATES
 
 
+def run_beside_a_peer_in_bfloat16() -> dict[str, Any]:
+    config = replace(CONFIG, schedules="sync,oases@2", dtype="bfloat16", peers="torch")
+    return run_overlap_bench(config, Ranks(), False)
+
+
+def test_a_peer_has_the_type_of_the_layers(two_ranks: RankPool) -> None:
+    found = two_ranks.run(run_beside_a_peer_in_bfloat16)[0]
+    assert found["peers"]["torch"]["step_seconds"] > 0
+
+
 SUFFIXES = "sync,oases:bfloat16,oases@4:sequence,oases@4:sequence:float16,oases:int8"
 
 

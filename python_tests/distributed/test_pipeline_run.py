@@ -368,6 +368,10 @@ def check_order():
         patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")  # as gloo says, without a GPU
         with pytest.raises(UsageError, match="gloo sends no tensors of cuda"):
             StageMessages(good, mesh, [1], device="cuda")
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        patch.delenv("CUDA_MODULE_LOADING", raising=False)
+        with pytest.raises(UsageError, match="CUDA_MODULE_LOADING=EAGER in the environment before CUDA starts"):
+            StageMessages(good, mesh, [1], device="cuda")
     mesh.destroy()
 
 

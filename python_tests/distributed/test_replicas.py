@@ -74,11 +74,11 @@ def check_early():
     x, started = torch.randn(2, 1100), []
     module(x)
 
-    def look(_):
+    def look(*_):
         (lane,) = replicas_of(module)._average._lanes
         started.append([bucket.sent is not None for bucket in lane.buckets])
 
-    module[1].weight.register_post_accumulate_grad_hook(look)
+    module[1].register_full_backward_hook(look)
     module(x).sum().backward()
     return started[0]
 

@@ -29,17 +29,17 @@ class Timer:
         self.turns = []
         self._seconds = seconds
         patch.setattr(autotune, "cache_path", lambda: path)
-        patch.setattr(chunks, "seconds", self)
+        patch.setattr(chunks, "timed", self)
         self.forget(patch)
 
     def forget(self, patch):
         """Leave the file alone to remember."""
         patch.setattr(chunks, "_chosen", WeakKeyDictionary())
 
-    def __call__(self, run, count, device):
-        run(count)
-        self.turns.append(count)
-        return self._seconds[count]
+    def __call__(self, work, device):
+        work()
+        self.turns += work.args
+        return self._seconds[work.args[0]]
 
 
 def sent(layer, x):

@@ -21,3 +21,9 @@ def two_virtual(virtual_device: None) -> Iterator[RankPool]:
 def three_virtual(virtual_device: None) -> Iterator[RankPool]:
     with RankPool(3) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def four_virtual(virtual_device: None) -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool

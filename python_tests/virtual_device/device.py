@@ -136,6 +136,7 @@ def take() -> tuple[types.ModuleType | Gpu, torch.device]:
     if not ON_GPUS:
         loaded().set_costs()
         loaded().set_delays(0.0)
+        loaded().set_lazy(False)
     kind = f"{name}:{'staged' if ON_GPUS else NAME}"
     if kind not in dist.get_backend_config():  # gloo alone names cuda, too, of which it sends no messages
         rank, size = dist.get_rank(), dist.get_world_size()

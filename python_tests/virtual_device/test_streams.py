@@ -3,6 +3,8 @@
 Where a result depends on an order of two ranks, one waits for a key that the other sets: nothing depends on speed.
 """
 
+import threading
+
 import device
 import pytest
 import torch
@@ -52,6 +54,38 @@ def reads_early():
         work.wait()
         early = x[0].item()
     return early, x[0].item()
+
+
+def test_the_first_launch_of_an_operator_waits_for_a_posted_receive(two_virtual):
+    """As with CUDA's lazy loading: a rank whose peer waits for what it launches later would stop for ever."""
+    assert two_virtual.run(launches_beside_a_receive)[0] == [True, False]
+
+
+def launches_beside_a_receive():
+    module, place = device.take()
+    store, x = dist.distributed_c10d._get_default_store(), torch.ones(3, device=place)
+    dist.recv(x, 1) if dist.get_rank() == 0 else dist.send(x, 0)  # connected
+    torch.accelerator.synchronize()
+    module.set_lazy(True)
+    arrived = []
+    for number in range(2):
+        asked = key(f"launch {number}")
+        if dist.get_rank() == 1:
+            store.wait([asked])
+            dist.send(x, 0)
+            continue
+        work = dist.irecv(x, 1)
+        later = threading.Timer(0.2, store.set, (asked, "1"))
+        if number == 0:
+            later.start()
+        torch.digamma(torch.empty(3, device=place))
+        arrived.append(work.is_completed())
+        if number == 1:
+            later.start()
+        later.join()
+        work.wait()
+    torch.accelerator.synchronize()
+    return arrived
 
 
 def test_memory_that_is_freed_before_a_stream_has_read_it_is_poisoned(two_virtual):

@@ -6,7 +6,11 @@ import device
 import pytest
 import torch
 import torch.distributed as dist
+from auto_choice import measuring
+from torch.distributed.device_mesh import init_device_mesh
 
+import oases
+from oases.checkpoint.contents import drawing_parts
 from oases.core.schedule import Op
 from oases.core.schedule.pipeline import generate_pipeline
 from oases.distributed.mesh import Mesh
@@ -111,3 +115,67 @@ def sends_before_the_other_comes():
     messages.close()
     mesh.destroy()
     return found
+
+
+@device.virtual_only
+def test_stages_with_tensor_parallelism_measure_their_schedules(four_virtual, tmp_path):
+    """No turn of `auto` waits for the whole device, which a posted receive keeps busy until another rank goes on."""
+    for losses, expected, turns in four_virtual.run(trains_in_stages, 4, tmp_path / "choices"):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+        assert turns >= 4
+
+
+def trains_in_stages(steps, path):
+    module, place = device.take()
+    module.set_costs(op_seconds=1e-3, link_seconds=5e-3)
+    mesh = init_device_mesh(device.NAME, (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    batches = [torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(n)) for n in range(steps)]
+
+    def run(model, loss_of, place):
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for ids in batches:
+            losses.append(loss_of(model, ids.to(place)).item())
+            optimizer.step(), optimizer.zero_grad()
+        return torch.tensor(losses)
+
+    def loss_in_one_process(model, ids):
+        loss = model(ids)
+        loss.backward()
+        return loss
+
+    inputs = ((batches[0].to(place),), {})
+    with measuring(path):
+        model = oases.parallelize(
+            small_model().to(place), mesh=mesh, micro_batches=2, spec=oases.ParallelSpec(inputs=inputs)
+        )
+        losses = run(model, lambda model, ids: model.train_step(ids), place)
+    stacks = [part for _, part in drawing_parts(model) if isinstance(part, oases.OverlappedStack)]
+    tunings = [each for stack in stacks for each in stack.chooser.tunings.values()]
+    return losses, run(small_model(), loss_in_one_process, "cpu"), sum(len(each.turns) for each in tunings)
+
+
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(24, WIDTH), torch.nn.Linear(WIDTH, 24)
+        self.layers = torch.nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def small_model():
+    torch.manual_seed(1)
+    return Small()

@@ -211,9 +211,13 @@ def _mesh_of(plan: Plan, degree: int, mesh: Any) -> Mesh:
 
 @dataclass(frozen=True)
 class Stages:
-    """A model divided into the parts of a pipeline. twin: fake copy of the whole model. names: of its units."""
+    """A model divided into the parts of a pipeline.
+
+    twin: fake copy of the whole model. names: of its units. inputs: of the pass by which it was divided.
+    """
 
     twin: nn.Module
+    inputs: Inputs
     names: Sequence[str]
     units: Units
     division: Division
@@ -250,7 +254,9 @@ def segments_of(
             for each, signatures in found:
                 at = [place for place, path in enumerate(each.paths) if path in mine]
                 if at:
-                    slices.append((_part_of(each, at), [signatures[place] for place in at], chosen))
+                    lists = ("paths", "calls", "activations")
+                    kept: Any = {name: [getattr(each, name)[place] for place in at] for name in lists}
+                    slices.append((replace(each, **kept), [signatures[place] for place in at], chosen))
                     recomputed = chosen.get("recompute")
                     if plan is not None and isinstance(recomputed, int):  # the first layers of a segment of two lists
                         slices[-1] = (*slices[-1][:2], chosen | {"recompute": min(recomputed, len(at))})
@@ -268,15 +274,6 @@ def _options_of(segment: Segment, wire: str = "none") -> dict[str, Any]:
     if is_text(segment.schedule):
         return options | {"schedule": segment.generated()}
     return options | {"schedule": segment.schedule, "sub_batches": segment.sub_batches or None}
-
-
-def _part_of(found: LayerList, at: Sequence[int]) -> LayerList:
-    return replace(
-        found,
-        paths=[found.paths[place] for place in at],
-        calls=[found.calls[place] for place in at],
-        activations=[found.activations[place] for place in at],
-    )
 
 
 def divide_model(
@@ -307,4 +304,4 @@ def divide_model(
     held_by = {before[name]: name for name in before if name in held}
     elsewhere = {name: held_by.get(key, "") for name, key in before.items() if name not in held}
     object.__setattr__(model, "oases_elsewhere", elsewhere)
-    return Stages(twin, names, units, division)
+    return Stages(twin, inputs, names, units, division)

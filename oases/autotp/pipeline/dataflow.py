@@ -1,6 +1,6 @@
 """Dataflow between the modules of a model: the calls of a forward pass and the values that each reads.
 
-A unit is a layer, or outside the lists of layers a largest module with weights and no list in it: an embedding, a
+A unit is a layer, or outside the lists of layers a largest module with weights that can be called: an embedding, a
 final norm, a head. Code between units (masks, position tables, the loss) is the model's own and runs wherever its
 results are needed. One forward pass on fake tensors finds which results of earlier units reach each unit through it.
 """
@@ -37,6 +37,11 @@ _MOVES = {getattr(torch.ops.aten, name) for name in (
 )}  # fmt: skip
 """Ops that move targets whatever their values; limits do not change which are ignored."""
 _QUOTIENTS = (torch.ops.aten.div, torch.ops.aten.div_)
+_LINEAR = _MOVES | {getattr(torch.ops.aten, name) for name in (
+    "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "mul", "mul_", "div", "div_", "sum", "mean", "stack", "cat",
+)}  # fmt: skip
+"""Ops that are linear in one argument, those of products where the others depend on no sample."""
+_PRODUCTS = {torch.ops.aten.mul, torch.ops.aten.mul_, *_QUOTIENTS}
 
 
 @dataclass(frozen=True, order=True)
@@ -86,14 +91,12 @@ class Targets:
     of an input's values or of a part of it.
 
     shifted: whether the first one of each sample is left out, as by a causal model, which predicts each token from
-    those before it. ignored: target without a loss. mean: the loss is their mean; the model's code makes another one.
-    weighted: each target's loss is multiplied by a weight of its class.
+    those before it. ignored: target without a loss. weighted: it is a mean by weights of classes.
     """
 
     leaf: int
     shifted: bool
     ignored: int
-    mean: bool
     weighted: bool = False
 
     def count(self, given: Tensor) -> int:
@@ -106,12 +109,14 @@ class Dataflow:
     """Forward pass as a list of calls in order; the last entry stands for the model's result and has the unit "".
 
     targets: of its cross entropies, as far as they are computed from integers among the inputs. divisors: inputs, -1
-    for several, of which a number is computed that code between units divides by, as a mask's sum.
+    for several, of which a number is computed that code between units divides by, as a mask's sum. mean: inputs over
+    whose targets the loss is a mean, or a linear function of such means; None for a loss with other terms.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
     targets: tuple[Targets, ...] = ()
     divisors: frozenset[int] = frozenset()
+    mean: frozenset[int] | None = None
 
     def number_of(self, unit: str, occurrence: int) -> int:
         """Number of a call. KeyError where the pass had none."""
@@ -128,9 +133,10 @@ def units_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        if path in layers or (path not in above and any(True for _ in module.parameters())):
+        whole = path not in above and getattr(module.forward, "__func__", None) is not nn.Module.forward
+        if path in layers or (whole and any(True for _ in module.parameters())):
             found.setdefault(module, path)
-        elif path in above:
+        elif not whole:
             for name, child in module.named_children():
                 visit(child, f"{path}.{name}" if path else name)
 
@@ -158,13 +164,18 @@ class DataflowRecorder(TorchDispatchMode):
         """Integer tensors computed from such ones and others."""
         self._targets: dict[Targets, None] = {}
         self._divisors: set[int] = set()
+        self._means: dict[int, frozenset[int]] = {}
+        """Inputs over whose targets a number is a mean, by its storage; none for what depends on no sample."""
         for name, parameter in model.named_parameters():
             self._set(parameter, frozenset([_Read(name)]))
         for buffer in model.buffers():
             self._set(buffer, frozenset())
+        self._means |= dict.fromkeys(self._sources, frozenset())
 
     def follow(self, leaf: int, given: Any) -> None:
         """Find out whether an input holds targets of the loss, and whether it reads the first one of a sample."""
+        if isinstance(given, Tensor):
+            self._means.pop(self._key(given), None)
         if not isinstance(given, Tensor) or given.dim() == 0 or given.is_floating_point() or given.is_complex():
             return
         with _disable_current_modes():
@@ -198,10 +209,10 @@ class DataflowRecorder(TorchDispatchMode):
 
         return enter
 
-    def _call(self, name: str, values: Any) -> UnitCall:
+    def _call(self, name: str, values: Any, *, partly: bool = False) -> UnitCall:
         sources = {one for leaf in pytree.tree_leaves(values) for one in self._of(leaf)}
         inside = sorted({one.unit for one in sources if isinstance(one, _Inside)})
-        if inside:
+        if inside and not partly:
             raise UsageError(
                 f"{name or 'the loss'} reads what {inside[0]} computes inside and does not return; a pipeline passes "
                 "results of layers alone: leave out output_hidden_states, output_attentions, output_router_logits "
@@ -225,9 +236,11 @@ class DataflowRecorder(TorchDispatchMode):
             values[key] = values.get(key, frozenset()) | {Value(number, leaf)}
             self._set(each, values[key])
 
-    def finish(self, result: Any) -> Dataflow:
-        """Dataflow of the pass. result: what the loss is computed from."""
-        return Dataflow([*self.calls, self._call("", result)], tuple(self._targets), frozenset(self._divisors))
+    def finish(self, result: Any, *, partly: bool = False) -> Dataflow:
+        """Dataflow of the pass. result: the loss, or with `partly` all that it may be computed from."""
+        calls = [*self.calls, self._call("", result, partly=partly)]
+        mean = self._means.get(self._key(result)) if isinstance(result, Tensor) else None
+        return Dataflow(calls, tuple(self._targets), frozenset(self._divisors), mean)
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -235,6 +248,7 @@ class DataflowRecorder(TorchDispatchMode):
         """Run the op; its results depend on what its arguments depend on."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self._follow_means(func, args, kwargs, result)
         self._compute_copy(func, args, kwargs, result)
         if self._running:
             flops = flop_registry.get(func.overloadpacket)
@@ -261,7 +275,7 @@ class DataflowRecorder(TorchDispatchMode):
     def _compute_copy(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Compute with data what depends on integer inputs alone, down to the targets of a cross entropy."""
         if func in _CROSS_ENTROPIES:
-            self._note_targets(*args)
+            self._note_targets(result, *args)
         if func in _CROSS_ENTROPIES or not isinstance(result, Tensor):
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -282,17 +296,32 @@ class DataflowRecorder(TorchDispatchMode):
         if func._schema.is_mutable and not moved:
             self._change(copy)
 
+    def _follow_means(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Note whether a result depends on no sample, or is linear in means over targets."""
+        given = [self._means.get(self._key(x)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        op, known = func.overloadpacket, [each for each in given if each is not None]
+        linear = op in _LINEAR and not (op in _PRODUCTS and sum(map(bool, known)) > 1)
+        linear = linear and not (op in _QUOTIENTS and isinstance(args[1], Tensor) and given[-1])
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._means.pop(self._key(each), None)
+                if len(known) == len(given) and (linear or not any(known)):
+                    self._means[self._key(each)] = frozenset().union(*known)
+
     def _note_targets(
-        self, _: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignored: int = IGNORED
-    ) -> None:
+        self, result: Any, _: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN,
+        ignored: int = IGNORED,
+    ) -> None:  # fmt: skip
         probe, leaf, moved = self._copies.get(id(target), (None, -1, False))
         if probe is None and id(target) not in self._made:
             return
         with _disable_current_modes():
             shifted = probe is not None and bool((probe == IGNORED).all())
         known = moved and leaf >= 0 and target.numel() in self._sizes[leaf]
-        found = Targets(leaf if known else -1, shifted, ignored, reduction == _MEAN, weight is not None)
+        found = Targets(leaf if known else -1, shifted, ignored, weight is not None and reduction == _MEAN)
         self._targets[found] = None
+        if reduction == _MEAN:
+            self._means[self._key(pytree.tree_leaves(result)[0])] = frozenset([found.leaf])
 
     def _change(self, copy: Tensor) -> None:
         """Note that values were written to a tensor, of which others may be views."""
@@ -314,6 +343,7 @@ class DataflowRecorder(TorchDispatchMode):
             # Of no dimension: those of one sample are its own, such as the length that it is pooled over.
             if isinstance(by, Tensor) and by.dim() == 0 and id(by) in self._copies:
                 self._divisors.add(self._copies[id(by)][1])
+                self._means[self._key(result)] = frozenset([self._copies[id(by)][1]])
 
     def _of(self, value: Any) -> frozenset[_Source]:
         return self._sources.get(self._key(value), frozenset()) if isinstance(value, Tensor) else frozenset()
@@ -328,9 +358,10 @@ class DataflowRecorder(TorchDispatchMode):
 
 
 def dataflow_of(
-    model: nn.Module, units: Iterable[str], inputs: Inputs, loss: Callable[[Any], Any] = lambda result: ()
+    model: nn.Module, units: Iterable[str], inputs: Inputs, loss: Callable[[Any], Any] | None = None
 ) -> Dataflow:
-    """Dataflow of a forward pass on fake tensors. model: a `twin_of` copy. loss: takes the loss from the result.
+    """Dataflow of a forward pass on fake tensors. model: a `twin_of` copy. loss: takes the loss from the result;
+    None where that is unknown.
 
     UsageError where the pass fails, or a unit reads what another one does not return.
     """
@@ -341,6 +372,9 @@ def dataflow_of(
             for leaf, each in enumerate(pytree.tree_leaves((args, {name: kwargs[name] for name in inputs[1]}))):
                 recorder.follow(leaf, each)
             result, ran = model(*args, **kwargs), True
+            if loss is None:  # all tensors of the result, also where it is no pytree
+                more = {} if isinstance(result, Tensor) else getattr(result, "__dict__", {})
+                return recorder.finish((result, more), partly=True)
             return recorder.finish(loss(result))
     except UsageError:
         raise

@@ -9,6 +9,7 @@ bfloat16 are gathered in it from float32 shards, which the optimizer updates: th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from oases.distributed.expert_groups import ExpertGroups, groups_of_experts
 from oases.distributed.failures import differentiable
 from oases.distributed.fsdp import FsdpUnit, HeldUnit, JoinedUnits, Place, put_parameters
 from oases.distributed.mesh import Mesh
+from oases.distributed.parameter_hooks import DeferredHooks
 from oases.distributed.precision import is_low
 from oases.distributed.replicas import AverageSwitch
 from oases.distributed.sharded_gradients import ShardedGradientAverager
@@ -110,8 +112,8 @@ def shard_weights(
 
     dtype: of gathered weights; None: that of the weights. keep: they stay gathered until the end of a step (ZeRO).
     gradient_wire: see `ShardedGradientAverager`.
-    The model's parameters are DTensor shards afterwards, in float32 at least. UsageError without replicas, and for
-    weights that layers share.
+    The model's parameters are DTensor shards afterwards, in float32 at least, but for those of one number, which all
+    ranks keep. Weights that several modules share are among the outer ones. UsageError without replicas.
     """
     what = "zero" if keep else "fsdp"
     data, weights = mesh.data(degree), mesh.weights(degree)
@@ -127,34 +129,31 @@ def shard_weights(
         model.get_parameter(name).data = model.get_parameter(name).data.float()
     dtype = None if dtype is None or not is_low(dtype) else dtype
     units: list[FsdpUnit] = []
-    inside: list[nn.Parameter] = []
+    scalars = [each for each in model.parameters() if not each.dim()]  # which fully_shard refuses
+    inside = [*scalars]
     read_beside: list[tuple[nn.Parameter, nn.Module, str]] = []
-    seen: dict[int, str] = {}
+    places = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for runner in runners:
         own: list[BlockUnit] = []
         for number, block in enumerate(runner.stack.blocks):
             assert isinstance(block, GraphBlock)
             layer = runner.layers[runner.layer_of[number]]
             block.adopt(layer.module)  # weights that were on meta are other parameters once they are loaded
-            for name in block.names:
-                parameter = layer.module.get_parameter(name)
-                where = f"{layer.path}.{name}"
-                if seen.setdefault(id(parameter), where) != where or parameter.dim() == 0:
-                    raise UsageError(
-                        f"{what} cannot shard {where}, which is a scalar or also {seen[id(parameter)]}; leave "
-                        "it out, and shard the optimizer's state by oases.make_optimizer(model, ..., zero=True)"
-                    )
+            held = {name: layer.module.get_parameter(name) for name in block.names}
             # What a layer returns beside its activation is computed outside of the stack, by whole weights.
-            beside = [name for name in block.names if name in runner.read_beside[runner.layer_of[number]]]
-            places = [_place(layer.module, name) for name in block.names if name not in beside]
-            others = {layer.module.get_parameter(name) for name in beside}
-            read_beside += [(layer.module.get_parameter(name), block, mangled(name)) for name in beside]
+            outside_too = runner.read_beside[runner.layer_of[number]]
+            beside = {
+                name: each for name, each in held.items()
+                if each.dim() and (name in outside_too or places[id(each)] > 1)
+            }  # fmt: skip
+            others = {*beside.values(), *scalars}
+            read_beside += [(each, block, mangled(name)) for name, each in beside.items()]
             label = f"{runner.name} block {number}"
             options = {"dtype": dtype, "keep": keep, "part": runner.part}
             made = _block_units(block, layer.module, others, mesh, degree, label, **options)
             units += made
             own.append(made[0] if len(made) == 1 else JoinedUnits(made))
-            put_parameters(places, block)
+            put_parameters([_place(layer.module, name) for name in held if name not in beside], block)
             inside += [parameter for parameter in block.parameters() if parameter not in others]
         runner.stack.shard(own)
         runner.sharded = True
@@ -164,7 +163,7 @@ def shard_weights(
         outer = _outer_weights(model, inside, read_beside, mesh, degree, dtype=dtype, keep=keep)
     if outer is not None:
         units.insert(0, outer)
-    return ShardedGradientAverager(units, gradient_wire), outer, units
+    return ShardedGradientAverager(units, gradient_wire, (scalars, data)), outer, units
 
 
 def _place(layer: nn.Module, name: str) -> Place:
@@ -197,6 +196,7 @@ class CallsOfShards(AverageSwitch):
         self, model: nn.Module, average: ShardedGradientAverager, outer: HeldUnit | None, units: Sequence[FsdpUnit]
     ) -> None:
         self._average, self._outer, self._units = average, outer, units
+        self._hooks = DeferredHooks(lambda _: None)
         self._task = -1
         self._trained: set[str] | None = None
         self._trains = False
@@ -208,6 +208,7 @@ class CallsOfShards(AverageSwitch):
         if self.steps:
             return
         self._require_trained(module)
+        self._hooks.take(self._average.scalars)
         if self._task != -1:  # of a backward pass that an exception has ended
             self._average.forget()
             self._task = -1
@@ -243,6 +244,7 @@ class CallsOfShards(AverageSwitch):
         if self._outer is not None:
             self._outer.gather()
         self._average.begin_pass(None)
+        (self._hooks.begin if self.sync else self._hooks.accumulate)()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
@@ -250,6 +252,7 @@ class CallsOfShards(AverageSwitch):
         self._average.end_pass()
         if self.sync:
             self._average.deliver()
+            self._hooks.end()
         self._free()
 
     def _free(self) -> None:

@@ -122,6 +122,15 @@ class Crossings:
         """Crossings of a pass. UsageError for a value that is not a floating-point tensor."""
         parts = [division.part(call.unit, call.occurrence) for call in flow.calls]
         parts[-1] = division.parts - 1
+        for part, call in zip(parts, flow.calls, strict=True):
+            stage, own = division.stage_of[part], division.stages_of.get(call.unit)
+            missing = [name for name in sorted(call.parameters) if stage not in division.holders[name]]
+            if missing or (own is not None and stage not in own):
+                raise UsageError(
+                    f"{call.unit or 'the loss'}, in part {part} of the pipeline, reads "
+                    f"{missing[0] if missing else 'weights'} of another stage, which no pass at parallelize() did; "
+                    "give it inputs like those of train_step(), labels included: spec=ParallelSpec(inputs=...)"
+                )
         needed: list[set[Value]] = [set() for _ in range(division.parts)]
         for part, call in zip(parts, flow.calls, strict=True):
             for value in call.reads:

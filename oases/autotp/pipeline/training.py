@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,13 +20,14 @@ from oases.autotp.pipeline.units import Pass, StageExit
 from oases.autotp.runner import Runner
 from oases.core.execution.dtensors import local_of
 from oases.core.execution.executor import Context
-from oases.core.execution.failure import alike, is_sampled, samples_of
+from oases.core.execution.failure import FailTogether, Samples, alike, is_sampled, monitor_of, samples_of
 from oases.core.execution.group import all_gather_objects, group_of
 from oases.distributed.collectives import all_reduce
 from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.fsdp import FsdpUnit, HeldUnit
 from oases.distributed.gradient_averaging import GradientAverager
 from oases.distributed.messages import StageMessages
+from oases.distributed.parameter_hooks import DeferredHooks
 from oases.distributed.pipeline import StageRunner
 from oases.distributed.replicas import AverageSwitch, average_over
 from oases.distributed.sharded_gradients import ShardedGradientAverager
@@ -34,6 +35,17 @@ from oases.errors import UsageError
 from oases.layers.loss import IGNORED
 
 MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
+_OF_COPIES = 1e-4
+"""Share of the rounding of samples by which copies of a weight may differ, which are updated alike."""
+
+
+class _Copy(NamedTuple):
+    """Trained parameter that other stages have, too. number: of all copies. group: of the ranks that have one."""
+
+    number: int
+    name: str
+    parameter: nn.Parameter
+    group: str
 
 
 class PipelineTraining:
@@ -62,6 +74,7 @@ class PipelineTraining:
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
         self._degree, self._number, self._gradient_wire = degree, 0, options.gradient_wire
+        self._uncut = _uncut(pytree.tree_flatten_with_path(stages.inputs)[0])
         self._form: list[Any] | None = None  # of the last messages
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
@@ -92,16 +105,17 @@ class PipelineTraining:
             self._average = self._averager()
             if mesh.num_stages == 1:
                 self._calls = average_over(model, self._data, options.gradient_wire)
+        self._parameter_hooks = DeferredHooks(lambda _: None)
         self._tied: dict[str, bool] = {}
         """Parameters of this stage that others have, too, by name: whether they are trained."""
         self._shared, self._trained = self._share(), self._trainable()
 
-    def _share(self) -> list[tuple[nn.Parameter, str]]:
-        """Parameters that other stages have, too, each with the name of the group of its copies."""
+    def _share(self) -> list[_Copy]:
+        """Trained parameters that other stages have, too."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         whole = dict(self._twin.named_parameters(remove_duplicate=False))
         numbers: dict[int, int] = {}  # of each parameter by all of its names: stages have it by different ones
-        found: dict[int, tuple[nn.Parameter, str]] = {}
+        found: dict[int, _Copy] = {}
         for name, stages in sorted(self._division.holders.items()):
             if len(stages) > 1:
                 group = self.mesh.peers(sorted(stages))  # collective: on all ranks, in the same order
@@ -109,7 +123,7 @@ class PipelineTraining:
                 if name in here:
                     self._tied[name] = here[name].requires_grad
                 if name in here and here[name].requires_grad:
-                    found[number] = here[name], group
+                    found[number] = _Copy(number, name, here[name], group)
         return [found[number] for number in sorted(found)]
 
     def begin(self, number: int) -> None:
@@ -131,21 +145,24 @@ class PipelineTraining:
         args, kwargs: of the model's forward for the samples of this rank's replica, equal on all ranks of a replica.
         They are cut into micro-batches along dimension 0. Gradients are those of the mean loss over the samples, or
         over the labels, of all replicas; step an optimizer afterwards. UsageError for samples that do not divide into
-        micro-batches.
+        micro-batches, and without gradients.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError("train_step() in no_grad() or inference_mode() trains nothing; call it outside")
         batches, weights = self._split(args, kwargs)
-        self._follow_trained()  # behind the collectives above: other stages wait in a receive, where they hear of it
-        before = [parameter.grad for parameter, _ in self._shared]
-        for parameter, _ in self._shared:
-            parameter.grad = None
+        with FailTogether(monitor_of(self.mesh.run), "train_step()"):
+            self._follow_trained()  # behind the collectives above: other stages wait in a receive
+        shared = [copy.parameter for copy in self._shared]
+        scalars = getattr(self._average, "scalars", [])
+        self._parameter_hooks.take([*shared, *scalars] if self.units else self._model.parameters())
+        self._parameter_hooks.begin(shared)
         with self._gathered():
             losses = self._runner.run(self._forward(batches, weights), self._average)
-        for (parameter, group), gradient in zip(self._shared, before, strict=True):
+        for _, _, parameter, group in self._shared:
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             all_reduce(local_of(parameter.grad), group_of(group), "shared parameters")
-            if gradient is not None:
-                parameter.grad += gradient
+        self._parameter_hooks.end()
         return self._total(losses)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -204,7 +221,7 @@ class PipelineTraining:
         if key not in self._flows and sizes not in self._flows:
             self._twin.train(self._model.training)
             take_dtypes(self._twin, self._model)
-            self._units.forget_shapes()
+            self._units.shapes.clear()
             flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
             # transformers' question answering ignores targets of the sequence's length.
             known = sizes if any(each.ignored >= 0 for each in flow.targets) else key
@@ -218,8 +235,10 @@ class PipelineTraining:
                 "num_items_in_batch makes the loss of a micro-batch a share of the batch's, and train_step() takes "
                 "such shares itself, by the labels; leave num_items_in_batch out"
             )
-        found, tree = pytree.tree_flatten((args, dict(kwargs)))
-        self._require_same_batch([each for each in found if isinstance(each, Tensor)])
+        named, tree = pytree.tree_flatten_with_path((args, dict(kwargs)))
+        found = [each for _, each in named]
+        self._require_alike([each for each in found if isinstance(each, Tensor)])
+        self._uncut |= _uncut(named)
         first = next((each for each in found if isinstance(each, Tensor) and each.dim() > 0), None)
         if first is None:
             raise UsageError("train_step() was given no tensor; pass it the arguments of the model's forward")
@@ -231,9 +250,9 @@ class PipelineTraining:
             )
         cut = [
             each.chunk(count)
-            if isinstance(each, Tensor) and each.dim() > 0 and len(each) == samples
+            if isinstance(each, Tensor) and each.dim() > 0 and len(each) == samples and path not in self._uncut
             else [each] * count
-            for each in found
+            for path, each in named
         ]
         batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
         flow, crossings = self._flow_of(batches[0])
@@ -273,18 +292,33 @@ class PipelineTraining:
     def _averager(self) -> GradientAverager:
         return GradientAverager(averaged_parts(self._model, self._data), wire=self._gradient_wire)
 
-    def _require_same_batch(self, given: list[Tensor]) -> None:
-        """Raise UsageError, on all ranks, where the stages of a replica were given different batches.
+    def _require_alike(self, given: list[Tensor]) -> None:
+        """Raise UsageError, on all ranks, where the stages of a replica have different batches or copies of a weight.
 
         Compared at the calls 1, 2, 4, 8, ..., before any message. The ranks of one stage are compared by the model.
         """
         self._number += 1
         if self.mesh.num_stages == 1 or not is_sampled(self._number):
             return
-        mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given))
+        copies = []
+        for number, name, parameter, group in self._shared:
+            sample, *_ = samples_of([local_of(parameter)])
+            if not isinstance(sample, str):  # numbers, whose rounding may be that of other matmuls
+                sample = [sample[0], [_OF_COPIES * each for each in sample[1]]]
+            copies.append((number, group, name, [sample]))
+        mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given), copies)
         said = all_gather_objects(mine, self.mesh.run)
         first: dict[int, int] = {}
-        for rank, (replica, shapes, samples) in enumerate(said):
+        known: dict[tuple[int, str], tuple[int, str, Samples]] = {}
+        for rank, (replica, shapes, samples, held) in enumerate(said):
+            for number, group, name, values in held:
+                other, its, theirs = known.setdefault((number, group), (rank, name, values))
+                if not alike(values, theirs):
+                    raise UsageError(
+                        f"train_step(): {its} on rank {other} and {name} on rank {rank} are copies of one weight and "
+                        "have other values: give both the same settings of the optimizer, by their stage's own "
+                        "names, and load both"
+                    )
             other = first.setdefault(replica, rank)
             if shapes != said[other][1] or not alike(samples, said[other][2]):
                 raise UsageError(
@@ -302,7 +336,7 @@ class PipelineTraining:
         if number * self._replicas == 1:
             return torch.ones(1, dtype=torch.float64)
         self._require_equal_divisors(cut, flow)
-        if any(each.weighted and each.mean for each in flow.targets):
+        if any(each.weighted for each in flow.targets):
             raise UsageError(
                 "the loss is a mean by weights of classes, whose sum in each micro-batch is unknown; take one "
                 'micro-batch and replica, or divide a sum (reduction="sum") by a number that is always the same'
@@ -328,13 +362,14 @@ class PipelineTraining:
                 "loss; leave such samples out, or take fewer micro_batches"
             )
         shares = counts * self._replicas / total[:-1, None]
-        means = all(each.mean for each in flow.targets)
+        means = flow.mean is not None and flow.mean <= {each.leaf for each in flow.targets}
         wanted = shares[:1] if means else torch.full((1, 1), 1 / number, dtype=torch.float64)
         apart = (shares - wanted).abs().max().to(self._device)
         if (len(shares) > 1 or not means) and all_reduce(apart, self._data, "labels", largest=True) > 1e-9:
-            what = f"a sum of {len(shares)} cross entropies" if means else "no plain mean of a cross entropy"
+            what = f"is a sum of {len(shares)} cross entropies"
             raise UsageError(
-                f"the loss is {what}, and micro-batches, or replicas, have other numbers of labels: here "
+                f"the loss {what if means else 'has other terms than the mean of a cross entropy'}, and "
+                "micro-batches, or replicas, have other numbers of labels: here "
                 f"{counts.long().tolist()}; give each as many that are not {flow.targets[0].ignored}, or take one "
                 "micro-batch and replica"
             )
@@ -377,6 +412,12 @@ class PipelineTraining:
         """Close the messages between stages."""
         if self.messages is not None:
             self.messages.close()
+
+
+def _uncut(named: Iterable[tuple[Any, Any]]) -> set[Any]:
+    """Paths of the inputs that have no row for each sample, as another length than the first one's shows."""
+    long = [(path, len(each)) for path, each in named if isinstance(each, Tensor) and each.dim() > 0]
+    return {path for path, length in long if length not in (1, long[0][1])}
 
 
 def loss_in(result: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,12 +76,16 @@ class Units:
 
     def __init__(self, twin: nn.Module, names: Sequence[str]) -> None:
         self.current: Pass | None = None
-        self._twins = {name: twin.get_submodule(name) for name in names}
-        self._shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+        self.twins = {name: twin.get_submodule(name) for name in names}
+        self.shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+        """Forms of results by calls. Their types depend on those of the parameters."""
 
-    def called(self, unit: str, forward: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """Result of a unit's call. forward: computes it, None for a unit without weights on this rank."""
-        current = self.current
+    def called(self, module: UnitModule, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Result of a unit's call. compute: of this rank's weights, with hooks.
+
+        Of hooks of a call that another part computes, those run by which transformers records hidden states.
+        """
+        current, unit = self.current, module._unit
         if current is None:
             raise RuntimeError(
                 f"{unit} was called outside of train_step() and eval_step(): this rank has one stage of the model, "
@@ -88,19 +93,13 @@ class Units:
             )
         number, mine = current.begin(unit)
         if mine:
-            assert forward is not None, "a part's units have weights on its stage"
-            result = forward(*args, **kwargs)
+            result = compute(*args, **kwargs)
             current.note(number, result)
             return result
-        return self._stood_in(unit, number, current, args, kwargs)
-
-    def forget_shapes(self) -> None:
-        """Forget known shapes, whose types depend on those of the parameters."""
-        self._shapes.clear()
-
-    def twin(self, unit: str) -> nn.Module:
-        """Fake copy of a unit."""
-        return self._twins[unit]
+        result = self._stood_in(unit, number, current, args, kwargs)
+        for hook in recorders(module).values():
+            hook(module, args, result)
+        return result
 
     def _stood_in(self, unit: str, number: int, current: Pass, args: Any, kwargs: Any) -> Any:
         """Result of a unit that another part computes: received tensors, else the argument of that shape or zeros."""
@@ -123,56 +122,62 @@ class Units:
         form = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else repr(each) for each in given)
         device = next((each.device.type for each in given if isinstance(each, Tensor)), "cpu")
         key = (unit, str(tree), form, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        if key not in self._shapes:
-            if len(self._shapes) >= MOST_KNOWN:
-                del self._shapes[next(iter(self._shapes))]
+        if key not in self.shapes:
+            if len(self.shapes) >= MOST_KNOWN:
+                del self.shapes[next(iter(self.shapes))]
             args, kwargs = pytree.tree_unflatten([without_data(each) for each in given], tree)
-            with running_without_data(), unrecorded(self._twins[unit]):
-                self._shapes[key] = pytree.tree_flatten(self._twins[unit](*args, **kwargs))
-        return self._shapes[key]
+            with running_without_data(), unrecorded(self.twins[unit]):
+                self.shapes[key] = pytree.tree_flatten(self.twins[unit](*args, **kwargs))
+        return self.shapes[key]
 
 
-@dataclass
-class UnitForward:
-    """Forward of a unit with weights on this rank."""
+class UnitModule(nn.Module):
+    """Unit that computes in calls of this rank's parts, and stands in, without its hooks, for those of others."""
 
-    units: Units
-    unit: str
-    forward: Callable[..., Any]
+    _units: Units
+    _unit: str
+
+    @classmethod
+    def replace(cls, module: nn.Module, units: Units, unit: str) -> None:
+        """Make a unit of a module in place, wherever the model keeps it; its class remains a base."""
+        vars(module).update(_units=units, _unit=unit)
+        module.__class__ = _unit_class(cls, type(module))  # type: ignore[arg-type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, or stand in where the call is of another part."""
-        return self.units.called(self.unit, self.forward, args, kwargs)
+        return self._units.called(self, super().__call__, args, kwargs)
 
 
-class StubModule(nn.Module):
-    """Unit without weights on this rank. Other attributes are those of the unit."""
+_OF_CONTAINERS = ("__getitem__", "__len__", "__iter__", "__contains__", "keys", "values", "items")
 
-    def __init__(self, units: Units, unit: str) -> None:
-        nn.Module.__init__(self)
-        self.__dict__["_units"], self.__dict__["_unit"] = units, unit
 
-    @staticmethod
-    def of(module: nn.Module, units: Units, unit: str) -> StubModule:
-        """Stand-in of the module's class, which code around layers may ask for.
+@cache
+def _unit_class(kind: type[UnitModule], base: type[nn.Module]) -> Any:
+    """Class of units of another class: one, for layers are compared by it. A stub's items are those of its copy."""
+    of_twin = {
+        name: lambda self, *args, name=name: getattr(self._units.twins[self._unit], name)(*args)
+        for name in _OF_CONTAINERS
+        if kind is StubModule and hasattr(base, name)
+    }
+    return type(base.__name__, (kind, base), {**of_twin, "__module__": base.__module__})
 
-        Hooks of transformers, which record hidden states, stay; others would see values that are not computed here.
-        """
-        kind = type(f"StubOf{type(module).__name__}", (StubModule, type(module)), {})
-        found: StubModule = kind(units, unit)
-        found._forward_hooks.update(recorders(module))
-        return found
+
+class StubModule(UnitModule):
+    """Unit without weights on this rank. Its parts are those of its fake copy."""
+
+    @classmethod
+    def replace(cls, module: nn.Module, units: Units, unit: str) -> None:
+        """Make a stub of a module in place, without weights. Code around layers may ask for its class."""
+        for each in (module._parameters, module._buffers, module._modules):
+            each.clear()
+        super().replace(module, units, unit)
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the unit; its weights have no data."""
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            return getattr(self._units.twin(self._unit), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Result of the right shape."""
-        return self._units.called(self._unit, None, args, kwargs)
+            return getattr(self._units.twins[self._unit], name)
 
     def extra_repr(self) -> str:
         """Name of the unit."""
@@ -185,8 +190,7 @@ def take_stage(
     """Replace the units and free the parameters of other stages in place. dtype: of weights; None: as they are."""
     for name in names:
         if stage not in division.stages_of[name]:
-            module = model.get_submodule(name)
-            _replace(model, module, StubModule.of(module, units, name))
+            StubModule.replace(model.get_submodule(name), units, name)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if stage not in division.holders[name]:
             path, _, last = name.rpartition(".")
@@ -198,16 +202,8 @@ def take_stage(
 
 
 def install_units(model: nn.Module, units: Units, names: Sequence[str]) -> None:
-    """Put a `UnitForward` around every unit with weights on this rank."""
+    """Make units of the modules that have weights on this rank."""
     for name in names:
-        module: Any = model.get_submodule(name)
+        module = model.get_submodule(name)
         if not isinstance(module, StubModule):
-            module.forward = UnitForward(units, name, module.forward)
-
-
-def _replace(model: nn.Module, module: nn.Module, other: nn.Module) -> None:
-    """Put another module in all places of a module."""
-    for holder in list(model.modules()):
-        for name, child in list(holder._modules.items()):
-            if child is module:
-                holder._modules[name] = other
+            UnitModule.replace(module, units, name)

@@ -19,8 +19,8 @@ from oases.autotp.tools.trainer import patch_trainer
 from oases.core.blocks.sharding import cuts
 from oases.core.execution.dtensors import is_dtensor
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
-from oases.distributed.dtensors import is_tensor_parallel
 from oases.distributed.failures import raise_together
+from oases.distributed.guards import require_own_state
 from oases.distributed.mesh import mesh_of, run_of
 from oases.distributed.replicas import replicas_of
 from oases.errors import UsageError
@@ -87,29 +87,23 @@ def _refuse_resize(*_: Any, **__: Any) -> None:
 
 def take_full_tensors(model: nn.Module) -> None:
     """Have `load_state_dict` take full tensors, too, of which each rank keeps what it has of the parameter."""
+    model.register_load_state_dict_pre_hook(_require_own_state)
     for module in model.modules():
         if any(held is not None for held in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_place_full_tensors)
+
+
+def _require_own_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    named = model.named_parameters(prefix=prefix.rstrip("."))
+    require_own_state((name, state.get(name), parameter) for name, parameter in named)
 
 
 def _place_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     found = cuts(module)
     for name, parameter in module._parameters.items():
         given = state.get(prefix + name)
-        if is_tensor_parallel(parameter) and is_dtensor(given):
-            _require_own(prefix + name, given, parameter)
-        elif parameter is not None and isinstance(given, Tensor):
+        if parameter is not None and isinstance(given, Tensor) and not is_dtensor(given):
             state[prefix + name] = shard_of(given, parameter, found.get(id(parameter)), module)
-
-
-def _require_own(name: str, given: Any, parameter: Any) -> None:
-    """Raise UsageError for the shard of another rank, as from a file that one rank saved and all load."""
-    there, here = given.device_mesh.get_coordinate(), parameter.device_mesh.get_coordinate()
-    if there != here and not all(each.is_replicate() for each in given.placements):
-        raise UsageError(
-            f"{name} is the shard of rank {there} of its mesh, and this is rank {here}; load on each rank what it "
-            "saved, or save by model.save_pretrained, torch.distributed.checkpoint or oases.save_checkpoint"
-        )
 
 
 class ModelSaver:

@@ -14,6 +14,7 @@ from oases.core.execution.dtensors import is_dtensor, local_of
 from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, resolve
 from oases.distributed.collectives import all_gather_cut
 from oases.distributed.dtensors import is_tensor_parallel, with_local
+from oases.distributed.fsdp import rows_of
 from oases.distributed.optimizer import ShardedOptimizer
 from oases.errors import UsageError
 
@@ -93,7 +94,7 @@ def accept_full_state(optimizer: Any, models: Iterable[nn.Module]) -> None:
 
 def shard_of(given: Tensor, parameter: Tensor, cut: Cut | None, holder: nn.Module | None) -> Tensor:
     """This rank's part of a full tensor, placed as the parameter; DTensors and tensors of other shapes themselves."""
-    whole, placed = list(parameter.shape), is_tensor_parallel(parameter)
+    whole, placed = list(parameter.shape), is_dtensor(parameter)
     if cut is not None:
         whole[cut.dim] = cut.size
     if is_dtensor(given) or list(given.shape) != whole or not given.dim():
@@ -105,6 +106,8 @@ def shard_of(given: Tensor, parameter: Tensor, cut: Cut | None, holder: nn.Modul
         group = group_of(getattr(holder, "_group_name", ""))
         part = cut.take(given, group_rank(group), group_size(group))
         part = part.clone(memory_format=torch.contiguous_format)  # fused optimizers read memory in order
+    rows = rows_of(parameter, len(part))
+    part = part if rows is None else part[slice(*rows)]
     return with_local(parameter, part) if placed else part
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
 from oases.core.execution.communication import NullScheduler, Wire, add_wire, as_real
 from oases.core.execution.dtensors import as_gradient, is_dtensor
-from oases.core.execution.executor import Context, synchronize
+from oases.core.execution.executor import Context, mark, seconds_between
 from oases.core.execution.failure import begin_call, is_sampled, monitor_of
 from oases.core.execution.gathering import BlockUnit, leaves_of
 from oases.core.execution.group import ProcessGroup, group_rank, group_size
@@ -77,7 +77,7 @@ class StackCall(ScheduledCall):
             differentiable=differentiable,
         )  # fmt: skip
         self._cut, self._scheduler, self._turn = parameters, wire.scheduler, turn
-        self._seconds, self._elements = 0.0, 1
+        self._marks, self._elements = list[Any](), 1
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
@@ -100,15 +100,15 @@ class StackCall(ScheduledCall):
 
     def forward(self) -> Tensor:
         """Run the forward pass, timed while a schedule is being chosen."""
-        self._start_clock()
+        self._mark()
         output = super().forward()
-        self._stop_clock()
+        self._mark()
         self._elements = max(1, output.numel())
         return output
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one."""
-        self._start_clock()
+        self._mark()
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
@@ -136,7 +136,7 @@ class StackCall(ScheduledCall):
             self._executor.current_op = "the gradient of the input"
             grad = self._blocks.input_gradient()
             others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
-        self._stop_clock()
+        self._mark()
         if not self._blocks.keep_deferred:
             self._note()
         return grad, others
@@ -145,9 +145,9 @@ class StackCall(ScheduledCall):
 
     def recompute(self) -> None:
         """Run the recomputation ops and their collectives now, timed while a schedule is being chosen."""
-        self._start_clock()
+        self._mark()
         super().recompute()
-        self._stop_clock()
+        self._mark()
 
     def defer_weights(self) -> None:
         """Skip W in the backward pass; `compute_weights` runs it later."""
@@ -158,7 +158,7 @@ class StackCall(ScheduledCall):
 
         Once for each: hooks take the gradient for complete, also where several blocks share a parameter.
         """
-        self._start_clock()
+        self._mark()
         lowest = {
             id(parameter): block
             for block in reversed(range(self.num_blocks))
@@ -186,7 +186,7 @@ class StackCall(ScheduledCall):
                 computed = self._units[block].computed if self._units else None
                 if computed is not None:
                     computed()
-        self._stop_clock()
+        self._mark()
         self._note()
 
     # --- inside ---
@@ -194,20 +194,16 @@ class StackCall(ScheduledCall):
     def _label_of_replicated(self, block: int) -> str:
         return f"replicated gradients of {self._program.label} layer {self._program.layer(block)}"
 
-    def _start_clock(self) -> None:
+    def _mark(self) -> None:
+        """Note the time where a measured pass begins or ends."""
         if self._turn is not None:
-            synchronize(self._blocks.device)
-            self._seconds -= time.perf_counter()
-
-    def _stop_clock(self) -> None:
-        if self._turn is not None:
-            synchronize(self._blocks.device)
-            self._seconds += time.perf_counter()
+            self._marks.append(mark(self._blocks.device))
 
     def _note(self) -> None:
         """Report the seconds of the passes; per element, because shapes that share a choice differ in size."""
         if self._turn is not None:
-            self._turn.note(self._seconds / self._elements)
+            took = partial(seconds_between, *self._marks, per=self._elements)
+            self._turn.note(took() if isinstance(self._marks[0], float) else took)
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks.
@@ -232,11 +228,6 @@ class StackCall(ScheduledCall):
 
     def _gradients(self, block: int, numbers: Sequence[int]) -> list[Tensor | None]:
         """Gradients of parameters of the block finished last."""
-        held = self._chosen(block, numbers)
-        return [as_gradient(one, self._gradient(number)) for one, number in zip(held, numbers, strict=True)]
-
-    def _gradient(self, number: int) -> Tensor | None:
-        share, whole = self._shares[number], self._whole[number]
-        if share is None or whole is None:
-            return whole if share is None else share
-        return share + whole
+        parts = [(self._shares[number], self._whole[number]) for number in numbers]
+        sums = [whole if share is None else share if whole is None else share + whole for share, whole in parts]
+        return [as_gradient(one, total) for one, total in zip(self._chosen(block, numbers), sums, strict=True)]

@@ -73,11 +73,15 @@ Begun = tuple[str, str, str | None]
 each turn (`_DIGITS`); label that follows the last turn, None to measure."""
 
 
+Seconds = float | Callable[[], float]
+"""Seconds of a turn, or a function that waits for its end and returns them."""
+
+
 class Turn(NamedTuple):
-    """Call of a candidate. note: takes the seconds of its forward and backward pass."""
+    """Call of a candidate. note: takes the seconds of its forward and backward pass, as of `Autotune.note`."""
 
     label: str
-    note: Callable[[float], None]
+    note: Callable[[Seconds], None]
 
 
 @dataclass
@@ -114,6 +118,7 @@ class Autotune(Generic[Candidate]):
         self._wave = self._waves.pop(0)
         self._left = [*self._wave]
         self._medians: dict[str, float] = {}  # of the slowest rank
+        self._ended: list[tuple[str, Callable[[], float]]] = []
         begun: Begun = "", "", next(iter(self.candidates))
         if len(self.candidates) > 1 and group_size(self.group) > 1:
             begun = self._agreed() if self.fixed is not None or self.keep or self.resumed else ("", "", None)
@@ -148,24 +153,26 @@ class Autotune(Generic[Candidate]):
         """The choice; before it is made that of a run that measures nothing, for calls that are not measured."""
         return self.candidates[self.chosen or fixed_among([*self.candidates][: self.exact or None])]
 
-    @property
-    def num_steps(self) -> int:
-        """Most steps until a choice is made."""
-        return len(self.candidates) * (self.rounds + 1)
-
     def begin_turn(self) -> Turn:
         """Begin a call of the candidate whose turn it is; called alike on all ranks, until `choice` is made."""
+        ended, self._ended = self._ended, []
+        for label, seconds in ended:
+            self.note(label, seconds())
         label = self.turn
         if self.chosen is None:
             self.turns += _DIGITS[[*self.candidates].index(label)]
         return Turn(label, functools.partial(self.note, label))
 
-    def note(self, label: str, seconds: float) -> None:
+    def note(self, label: str, seconds: Seconds) -> None:
         """Record the seconds of a forward and backward pass of a candidate; called alike on all ranks.
 
-        After a round candidates drop out, or the choice is made. Repeated turns are not measured.
+        After a round candidates drop out, or the choice is made. Repeated turns are not measured. A function is
+        called when the next turn begins: in a pipeline other ranks may wait for what this one has not queued yet.
         """
         if self._chosen is not None:
+            return
+        if not isinstance(seconds, float):
+            self._ended.append((label, seconds))
             return
         self.times[label].append(seconds)
         done = min(len(self.times[label]) for label in self._left) - 1

@@ -145,10 +145,21 @@ class Context:
     handles: StackHandles = field(default_factory=StackHandles)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the work queued on `device`; nothing to do on the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def mark(device: torch.device) -> Any:
+    """Current time: seconds of the monotonic clock, or an event recorded on an accelerator's current stream."""
+    if device.type in ("cpu", "meta"):
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(*marks: Any, per: int = 1) -> float:
+    """Seconds between marks, in pairs, divided by `per`; waits for the last one of an accelerator."""
+    pairs, on_host = zip(marks[::2], marks[1::2], strict=True), isinstance(marks[-1], float)
+    if not on_host:
+        marks[-1].synchronize()
+    return float(sum(end - start if on_host else start.elapsed_time(end) / 1e3 for start, end in pairs)) / per
 
 
 class Executor:

@@ -519,8 +519,8 @@ class CallAgreement:
             if time.monotonic() > end:
                 gone = ", ".join(str(rank) for rank in self._others if rank not in found)
                 raise dist.DistBackendError(
-                    f"rank {self._rank} waited for rank {gone} to make the same call; see why it does not "
-                    "come to it, or give init_process_group a longer timeout"
+                    f"rank {self._rank} waited for rank {gone} to make the same call; see why it does not come to "
+                    f"it, or give init_process_group a longer timeout ({self._call.form}: on all ranks)"
                 )
             time.sleep(pause)
             pause = min(_PATIENT_SECONDS, 2 * pause)

@@ -170,7 +170,7 @@ def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf =
     """Blocks that the backward pass recomputes. Raises ScheduleError for more layers than the model has."""
     layers = _layers(num_blocks, layer_of)
     count = {"none": 0, "full": len(layers)}.get(recompute) if isinstance(recompute, str) else recompute
-    if count is None or not 0 <= count <= len(layers):
+    if count is None or isinstance(count, bool) or not 0 <= count <= len(layers):
         raise ScheduleError(
             f"unknown recompute {recompute!r}; known are none, full and a number of layers up to {len(layers)}"
         )

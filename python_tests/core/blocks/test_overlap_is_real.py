@@ -78,8 +78,8 @@ def test_required_overlap_adds_nothing_to_a_step(group, monkeypatch):
     """It is decided from the list and the shapes."""
     step(group)
     expected = [*group.log]
-    for name in ("oases.core.blocks.call.synchronize", "oases.distributed.clock.synchronize"):
-        monkeypatch.setattr(name, lambda device: pytest.fail("a device was waited for"))
+    for name in ("oases.core.blocks.call.mark", "oases.distributed.clock.synchronize"):
+        monkeypatch.setattr(name, lambda device: pytest.fail("a call was timed"))
     step(group, require_overlap=True)
     assert group.log == expected
 
