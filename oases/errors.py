@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
+import os
+import re
+import sys
+import traceback
 from pathlib import Path
 
 SAVED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the same command resumes the run."""
+_FRAME = r'File "([^"]+)", line (\d+), in (\w+)'
 
 
 class UsageError(ValueError):
@@ -41,3 +47,25 @@ def make_folder(folder: str | Path, option: str) -> Path:
         reason = error.strerror
         raise UsageError(f"{option} {str(folder)!r} cannot be created: {reason}; give another path") from error
     return path
+
+
+def author_line(error: BaseException) -> str:
+    """File, line and function of the innermost code outside of torch and oases that raised an error, "" for none.
+
+    A traced layer's line is that which its graph's node is of.
+    """
+    ours = tuple(f"{os.path.dirname(sys.modules[name].__file__ or '')}{os.sep}" for name in ("torch", "oases"))
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file, found = frame.f_code.co_filename, []
+        if file.startswith("<eval_with_key>"):
+            name = linecache.getline(file, line).strip().partition(" = ")[0]
+            graph = getattr(frame.f_locals.get("self"), "graph", None)
+            for node in () if graph is None else graph.nodes:
+                meta = getattr(node.meta.get("like"), "meta", node.meta)
+                found += re.findall(_FRAME, meta.get("stack_trace") or "") if node.name == name else []
+        elif not file.startswith("<"):
+            found = [(file, str(line), frame.f_code.co_name)]
+        for path, number, function in reversed(found):
+            if not path.startswith(ours):
+                return f"{path}:{number}, in {function}"
+    return ""

@@ -22,8 +22,7 @@ from oases.autotp.as_run import masks_as_run
 from oases.autotp.configuration import sample_inputs
 from oases.autotp.export import leaves, running_without_data, without_data
 from oases.autotp.trace_guard import assigned_attributes, changed_arguments
-from oases.core.execution.failure import author_line
-from oases.errors import UsageError
+from oases.errors import UsageError, author_line
 
 Ops = tuple[str, ...]
 """Ops of one layer call, in order, each with its arguments; tensors by where they came from."""

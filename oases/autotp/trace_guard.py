@@ -196,7 +196,7 @@ def set_values(layer: nn.Module, values: Reads) -> None:
     """Give a copy of a layer the plain values of another, see `values_of`."""
     parts = list(layer.modules())
     for (at, (*path, name)), value in values.items():
-        holder = _value(parts[at], path)
+        holder = _value(parts[int(at)], path)
         if isinstance(holder, (dict, list)):
             holder[name] = copy.deepcopy(value)
         elif holder is not _ABSENT and not isinstance(holder, tuple):
@@ -213,7 +213,7 @@ def noted_reads(layer: nn.Module) -> Iterator[Counter[Read]]:
     ways: dict[int, Read] = {}
     classes: dict[type, type] = {}
 
-    def noting(kind: type, slotted: bool) -> type:
+    def noting(kind: Any, slotted: bool) -> type:
         aliases, module = getattr(kind, "attribute_map", {}), issubclass(kind, nn.Module)
 
         def read(self: Any, name: str) -> Any:

@@ -135,6 +135,18 @@ class BatchNorm(Block):
         return super().forward(self.batch(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Filtered(Block):
+    """Weights of frequencies, whose gradients are complex sums over the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, dtype=torch.cdouble) * 0.1)
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(self.norm(x), n=6, dim=1) * self.weights
+        return super().forward(x + torch.fft.irfft(spectrum, n=6, dim=1))
+
+
 class RunningMean(Block):
     def __init__(self):
         super().__init__()
@@ -175,7 +187,7 @@ class SequenceFirst(Plain):
 
 BLOCKS = {Einsum: ACROSS, Bare: ACROSS, WeightNorm: ACROSS, TorchAttention: INSIDE, Convolution: ACROSS,
           Biased: ACROSS, Adapted: ACROSS, OneNorm: ACROSS, MixedBias: ACROSS, BatchNorm: WHOLE,
-          RunningMean: WHOLE, InPlace: ACROSS}  # fmt: skip
+          RunningMean: WHOLE, InPlace: ACROSS, Filtered: ACROSS}  # fmt: skip
 
 
 def of_block(kind):

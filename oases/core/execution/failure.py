@@ -27,9 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import linecache
 import os
-import re
 import sys
 import threading
 import time
@@ -48,7 +46,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.core.execution.group import HoldsGroup, ProcessGroup, scheduler_of
-from oases.errors import UsageError
+from oases.errors import UsageError, author_line
 from oases.extension import OverlapScheduler
 
 _INTERVAL_SECONDS = 0.5
@@ -73,37 +71,14 @@ class Failure:
         lines = str(error).strip().splitlines() or [""]
         full = is_out_of_memory(error)
         cause = f"{type(error).__name__}: {lines[0]}"
+        if any(f"{what} by peer" in lines[0] for what in ("closed", "reset")):
+            cause += " (another rank has ended; its own output says why)"
         return cls(rank, where, cause, remedy if full else "", full, author_line(error))
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
         author = f"{self.author}: " if self.author else ""
         return f"{author}rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"
-
-
-_OURS = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, sys.modules["oases"]))
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
-
-
-def author_line(error: BaseException) -> str:
-    """File, line and function of the innermost code outside of torch and oases that raised an error, "" for none.
-
-    A traced layer's line is that which its graph's node is of.
-    """
-    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
-        file, found = frame.f_code.co_filename, []
-        if file.startswith("<eval_with_key>"):
-            name = linecache.getline(file, line).strip().partition(" = ")[0]
-            graph = getattr(frame.f_locals.get("self"), "graph", None)
-            for node in () if graph is None else graph.nodes:
-                meta = getattr(node.meta.get("like"), "meta", node.meta)
-                found += _FRAME.findall(meta.get("stack_trace") or "") if node.name == name else []
-        elif not file.startswith("<"):
-            found = [(file, str(line), frame.f_code.co_name)]
-        for path, number, function in reversed(found):
-            if not path.startswith(_OURS):
-                return f"{path}:{number}, in {function}"
-    return ""
 
 
 class FailedRankError(RuntimeError):
