@@ -133,7 +133,7 @@ def plant(names: Sequence[str], number: int, results: Path) -> int:
     mutations.update_copy(build=False)
     missed = []
     for mutation in (each for each in MUTATIONS if each.name in names):
-        found = mutations.COPY / "build" / "differential" / f"{mutation.name}.jsonl"
+        found = results.absolute().with_name(f"{mutation.name}.jsonl")
         found.parent.mkdir(parents=True, exist_ok=True)
         found.write_text("".join(f"{line}\n" for line in bad))
         command = [
