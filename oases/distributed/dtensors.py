@@ -335,10 +335,13 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _view(op: Any, args: Any, kwargs: Any) -> Any:
     """View a part of a DTensor; where torch would copy it, and a write would be lost, as a `View`."""
+    tracked = args[0].requires_grad and torch.is_grad_enabled()
+    one = op is torch.ops.aten.select.int and not tracked and is_tensor_parallel(args[0])
+    if one and any(each.is_shard(args[1] % args[0].dim()) for each in args[0].placements):
+        return run_whole(op, args, kwargs)  # without torch's gather: one rank may set what is its own
     result = _as_torch(op, args, kwargs)
     found = [result] if isinstance(result, Tensor) else result
     memory = local_of(args[0]).untyped_storage().data_ptr()
-    tracked = args[0].requires_grad and torch.is_grad_enabled()
     shares = tracked or all(local_of(each).untyped_storage().data_ptr() == memory for each in found)
     return result if shares or not is_tensor_parallel(args[0]) else run_whole(op, args, kwargs)
 

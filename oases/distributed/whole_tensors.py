@@ -19,6 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from oases.core.execution.dtensors import as_gradient, is_dtensor, local_of
 from oases.errors import UsageError
 
+_aten = torch.ops.aten
+_SETS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
+"""Ops that write without reading."""
+
 
 class View(Tensor):
     """Part of a sharded DTensor, as `weight[3]`, which DTensor would copy: reads gather it, and writes reach it."""
@@ -60,7 +64,23 @@ def run_whole(op: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(each, View) or is_dtensor(each):
             _place_gradients(each)
     with torch.no_grad():
+        if (
+            op in _SETS
+            and isinstance(args[0], View)
+            and not any(isinstance(each, View) or is_dtensor(each) for each in args[1:])
+        ):
+            return _set(op, *args)
         return (_views_of if op.is_view else _computed)(op, args, kwargs)
+
+
+def _set(op: Any, view: View, *value: Any) -> View:
+    """Set part of a DTensor to what is no DTensor. No collective: one rank may set numbers of its own part."""
+    base, local = view.base, local_of(view.base)
+    values, chosen = (torch.zeros(base.shape, dtype=dtype, device=local.device) for dtype in (base.dtype, torch.bool))
+    op(_through(view.views, values), *value)
+    _through(view.views, chosen).fill_(True)
+    local.copy_(torch.where(part_of(base, chosen), part_of(base, values), local))
+    return view
 
 
 def refuse_collective(op: Any, args: Any, kwargs: Any) -> None:

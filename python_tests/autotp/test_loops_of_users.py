@@ -1,7 +1,10 @@
 """What loops of users do with parameters of a parallelized model, beside the same loop in one process."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from autotp.comparison import said
 from torch import nn
@@ -13,6 +16,7 @@ SHAPES = {
     "dp": ({"dp": 2, "tp": 1}, {}),
     "zero": ({"dp": 2, "tp": 1}, {"zero": True}),
     "fsdp": ({"dp": 2, "tp": 1}, {"fsdp": True}),
+    "tp": ({"dp": 1, "tp": 2}, {}),
     "pp": ({"pp": 2, "dp": 1, "tp": 1}, {"micro_batches": 2}),
     "dp tp": ({"dp": 2, "tp": 2}, {}),
     "pp fsdp": ({"pp": 2, "dp": 2, "tp": 1}, {"micro_batches": 2, "fsdp": True}),
@@ -187,6 +191,24 @@ def test_what_shares_cannot_do_is_refused(two_ranks):
         assert "UsageError: LBFGS computes with all parameters, and zero gives each rank a share" in lbfgs
         assert "UsageError: Sums computes lr with all parameters" in sums
         assert "UsageError: a copy of a model in stages, or with sharded weights" in copied
+
+
+def overflows():
+    """Scale, and whether weights stay, after a step with an infinity that one rank sets in its part of a gradient."""
+    model = made("tp")
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=1024.0), copy.deepcopy(oases.full_state_dict(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(tokens(0), labels=tokens(1))).backward()
+    if dist.get_rank() == 1:
+        model.layers[0].up.weight.grad[-1, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    after = oases.full_state_dict(model)
+    return scaler.get_scale(), all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_an_infinity_in_one_shard_leaves_out_the_step_on_all_ranks(two_ranks):
+    assert two_ranks.run(overflows) == [(512.0, True)] * 2
 
 
 def loads_full_tensors():
