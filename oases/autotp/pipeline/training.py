@@ -151,8 +151,12 @@ class PipelineTraining:
                 "train_step() under no_grad or inference_mode has no gradients; leave that, or eval_step()"
             )
         batches, weights = self._split(args, kwargs)
-        with FailTogether(monitor_of(self.mesh.run), "train_step()"):
-            self._follow_trained()  # behind the collectives above: other stages wait in a receive
+        try:
+            with FailTogether(monitor_of(self.mesh.run), "train_step()"):
+                self._follow_trained()  # behind the collectives above: other stages wait in a receive
+        except BaseException:
+            self.close()  # once they have been told why
+            raise
         before = [copy.parameter.grad for copy in self._shared]
         for copy in self._shared:
             copy.parameter.grad = None
@@ -285,7 +289,6 @@ class PipelineTraining:
                 "change its gradient after train_step()"
             )
         if why:
-            self.close()  # other stages, which may have none of them, get an error
             raise UsageError(why)
         assert isinstance(self._average, GradientAverager), "sharded ones are refused"
         self._average.remove()
