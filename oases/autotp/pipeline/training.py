@@ -151,8 +151,12 @@ class PipelineTraining:
         if not torch.is_grad_enabled():
             raise UsageError("train_step() in no_grad() or inference_mode() trains nothing; call it outside")
         batches, weights = self._split(args, kwargs)
-        with FailTogether(monitor_of(self.mesh.run), "train_step()"):
-            self._follow_trained()  # behind the collectives above: other stages wait in a receive
+        try:
+            with FailTogether(monitor_of(self.mesh.run), "train_step()"):
+                self._follow_trained()  # behind the collectives above: other stages wait in a receive
+        except BaseException:
+            self.close()  # once they have been told why
+            raise
         shared = [copy.parameter for copy in self._shared]
         scalars = getattr(self._average, "scalars", [])
         self._parameter_hooks.take([*shared, *scalars] if self.units else self._model.parameters())
@@ -278,7 +282,6 @@ class PipelineTraining:
         elif changed := [name for name, before in self._tied.items() if here[name].requires_grad != before]:
             why = f"{changed[0]} among them, which other stages have, too; do so before it"
         if why:
-            self.close()  # other stages, which may have none of them, get an error
             raise UsageError(f"parameters were frozen, unfrozen or replaced after parallelize(), {why}")
         assert isinstance(self._average, GradientAverager), "sharded ones are refused"
         self._average.remove()

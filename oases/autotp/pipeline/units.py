@@ -159,7 +159,9 @@ def _unit_class(kind: type[UnitModule], base: type[nn.Module]) -> Any:
         for name in _OF_CONTAINERS
         if kind is StubModule and hasattr(base, name)
     }
-    return type(base.__name__, (kind, base), {**of_twin, "__module__": base.__module__})
+    made: Any = type(base.__name__, (kind, base), {**of_twin, "__module__": base.__module__})
+    made.forward = base.forward  # transformers wraps that of every new class
+    return made
 
 
 class StubModule(UnitModule):
