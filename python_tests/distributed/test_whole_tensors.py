@@ -213,6 +213,38 @@ def test_weights_written_from_outside(two_ranks):
         assert not {name: each for name, each in found.items() if each[0] > 1e-5}
 
 
+class Untied(nn.Module):
+    """A head whose weight becomes the table's after parallelize(), which has not sharded it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(90, 32), nn.Linear(32, 90, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, given):
+        x = self.table(given)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+def tied_later():
+    models, given = [], torch.arange(48).view(4, 12)
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Untied().double())
+    oases.parallelize(models[1], spec=oases.ParallelSpec(inputs=((given,), {}), vocabulary="table"))
+    for each in models:
+        each.out.weight = each.table.weight
+        F.cross_entropy(each(given).flatten(0, 1), given.flatten() + 40).backward()
+    return apart(*models)
+
+
+def test_a_module_that_gets_a_sharded_weight_later_reads_all_of_it(two_ranks):
+    for worst, name in two_ranks.run(tied_later):
+        assert worst < 1e-10, name
+
+
 def refusals():
     model = parallelized(1)
     own_loss(model, tokens(model, 1)).backward()
