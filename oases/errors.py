@@ -49,6 +49,13 @@ def make_folder(folder: str | Path, option: str) -> Path:
     return path
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an op ran out of memory."""
+    # On the CPU torch raises a RuntimeError, recognisable by its text alone.
+    full = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)
+    return full or isinstance(error, MemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
 def author_line(error: BaseException) -> str:
     """File, line and function of the innermost code outside of torch and oases that raised an error, "" for none.
 

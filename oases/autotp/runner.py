@@ -28,7 +28,8 @@ from oases.core.blocks.chooser import asked_for
 from oases.core.blocks.randomness import hash_of
 from oases.core.blocks.stack import OverlappedStack
 from oases.core.execution.executor import Context
-from oases.core.execution.group import ProcessGroup
+from oases.core.execution.failure import FailTogether, monitor_of
+from oases.core.execution.group import ProcessGroup, group_of
 from oases.core.schedule import Schedule
 from oases.errors import UsageError
 from oases.plans.plan import AUTO
@@ -40,6 +41,7 @@ class StandaloneForward:
     def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
         self.module = module
         self.signature = signature
+        self.path = path
         self.guard = TraceGuard(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +64,8 @@ class StandaloneForward:
         run, names = program.module
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
-        result = run(*(value_of(name, program, self.module, inputs, device) for name in names))
+        with FailTogether(monitor_of(group_of(self.signature.tp.group)), self.path or "the model"):
+            result = run(*(value_of(name, program, self.module, inputs, device) for name in names))
         return pytree.tree_unflatten(result, exported.result)
 
 

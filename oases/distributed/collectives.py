@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.blocks.sharding import Cut
-from oases.core.execution.communication import add_wire, as_real, quantised_type
+from oases.core.execution.communication import add_wire, quantised_type
 from oases.core.execution.failure import Form, begin_call, monitor_of, watch_backward
 from oases.core.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
 from oases.distributed.dtensors import part_of_rank
@@ -26,7 +26,7 @@ def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, lar
     if group_size(process_group) > 1:
         assert process_group is not None
         scheduler = scheduler_of(process_group)
-        scheduler.wait(scheduler.all_reduce(as_real(x), label, largest))
+        scheduler.wait(scheduler.all_reduce(torch.view_as_real(x) if x.is_complex() else x, label, largest))
     return x
 
 

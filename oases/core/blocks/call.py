@@ -16,7 +16,7 @@ from oases.core.blocks.randomness import Streams
 from oases.core.blocks.work import BlockWork
 from oases.core.execution.autotune import Turn
 from oases.core.execution.call import ScheduledCall
-from oases.core.execution.communication import NullScheduler, Wire, add_wire, as_real
+from oases.core.execution.communication import NullScheduler, Wire, add_wire
 from oases.core.execution.dtensors import as_gradient, is_dtensor
 from oases.core.execution.executor import Context, mark, seconds_between
 from oases.core.execution.failure import begin_call, is_sampled, monitor_of
@@ -121,9 +121,10 @@ class StackCall(ScheduledCall):
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
             if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
-                flat = torch.cat([as_real(shares[number]).flatten() for number in held])  # type: ignore[arg-type]
+                flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
+                summed = torch.view_as_real(flat) if flat.is_complex() else flat  # complex where any is
                 label = self._label_of_replicated(block)
-                self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
+                self._pending = (self._scheduler.all_reduce(summed, label), flat, held)
             self._shares, self._whole = shares, whole
             if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
                 self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
@@ -220,10 +221,8 @@ class StackCall(ScheduledCall):
             self._pending = None
             self._scheduler.wait(ticket)
             shares: Any = [self._shares[number] for number in numbers]
-            sizes = [as_real(share).numel() for share in shares]
-            for number, share, part in zip(numbers, shares, flat.split(sizes), strict=True):
-                real = part.view_as(as_real(share))
-                self._shares[number] = torch.view_as_complex(real.clone()) if share.is_complex() else real
+            for number, of, part in zip(numbers, shares, flat.split([of.numel() for of in shares]), strict=True):
+                self._shares[number] = (part if of.is_complex() else part.real).view_as(of)
         return self._gradients(block, self._cut[block].replicated)
 
     def _gradients(self, block: int, numbers: Sequence[int]) -> list[Tensor | None]:

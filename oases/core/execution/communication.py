@@ -107,7 +107,8 @@ class Wire:
         """Start to sum a tensor over the ranks, in place where possible."""
         whole = tensor.contiguous()
         if self._dtype is None or self._dtype == whole.dtype or whole.is_complex():
-            return PendingCollective(self.scheduler.all_reduce(as_real(whole), label, **self._wire), lambda: whole)
+            sent = torch.view_as_real(whole) if whole.is_complex() else whole  # which every backend sums
+            return PendingCollective(self.scheduler.all_reduce(sent, label, **self._wire), lambda: whole)
         sent = whole.to(self._dtype)
         return PendingCollective(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
 
@@ -125,11 +126,6 @@ class Wire:
         parts = sent.new_empty((self._size, *sent.shape))
         ticket = self.scheduler.all_gather(parts, sent, label, **self._wire)
         return PendingCollective(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """View of complex numbers as pairs of real ones, which every backend sums; other tensors themselves."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def wire_type(given: WireType | None) -> WireType | None:

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.core.execution.group import HoldsGroup, ProcessGroup, scheduler_of
-from oases.errors import UsageError, author_line
+from oases.errors import UsageError, author_line, is_out_of_memory
 from oases.extension import OverlapScheduler
 
 _INTERVAL_SECONDS = 0.5
@@ -70,15 +70,14 @@ class Failure:
         """Describe an exception. remedy: of an op that ran out of memory."""
         lines = str(error).strip().splitlines() or [""]
         full = is_out_of_memory(error)
-        cause = f"{type(error).__name__}: {lines[0]}"
-        if any(f"{what} by peer" in lines[0] for what in ("closed", "reset")):
-            cause += " (another rank has ended; its own output says why)"
-        return cls(rank, where, cause, remedy if full else "", full, author_line(error))
+        ended = " (another rank has ended; its own output says why)" * (" by peer" in lines[0])
+        return cls(rank, where, f"{type(error).__name__}: {lines[0]}{ended}", remedy * full, full, author_line(error))
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
-        author = f"{self.author}: " if self.author else ""
-        return f"{author}rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"
+        return (
+            f"{self.author and f'{self.author}: '}rank {self.rank} {what} at {self.where}: {self.cause}{self.remedy}"
+        )
 
 
 class FailedRankError(RuntimeError):
@@ -258,10 +257,7 @@ def refuse_capture(x: Tensor) -> None:
 
 
 def refuse_recomputation(name: str) -> None:
-    """Raise RuntimeError in a recomputation, as by torch.utils.checkpoint around a stack.
-
-    The random numbers of a call depend on its number, and its ranks could leave it at other ops.
-    """
+    """Raise RuntimeError in a recomputation of a stack, with whose number its random numbers would change."""
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"{name} was called in a backward pass, as by torch.utils.checkpoint around it; leave the checkpoint out "
@@ -373,12 +369,6 @@ class _BackwardPass:
         if monitor.watched == self._task and monitor.failure is None:
             cause = f"an exception in a hook or an autograd function; see the output of rank {monitor.rank}"
             monitor.tell(Failure(monitor.rank, self._where, cause))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an op ran out of memory."""
-    # On the CPU torch raises a RuntimeError, recognisable by its text alone.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 # --- agreement ---
