@@ -159,7 +159,7 @@ def _judge(optimizer: torch.optim.Optimizer, held: list[Tensor]) -> None:
     """Refuse an optimizer that needs whole matrices of plain shards, or fails on DTensors; warn of a slow one."""
     name, placed, plain = type(optimizer).__name__, sum(map(is_tensor_parallel, held)), _plain_shards()
     shards = [plain[id(each)] for each in held if id(each) in plain]
-    if name == "Adafactor" and (placed or shards):
+    if name == "Adafactor" and (placed or shards or any(map(is_fsdp_shard, held))):
         raise UsageError(
             "Adafactor sums over rows and columns of whole matrices, which fails on DTensors (in torch and in "
             "transformers), and would be wrong on shards; use AdamW, or Muon, which is right on DTensors"

@@ -126,33 +126,36 @@ def reduce(name: str, outcome: Outcome, ranks: Ranks, folder: Path) -> None:
 def plant(names: Sequence[str], number: int, results: Path) -> int:
     """Plant each mutation in a copy of the tree, and run the covering cases there until one is bad that is good here.
 
-    results: verdicts of this tree; a case that is bad here, too, shows nothing. Returns 1 where a fault is not found.
+    results: a file beside those of the mutations. Returns 1 where a fault is not found.
     """
-    here = results.read_text().splitlines() if results.exists() else []
-    bad = [line for line in here if json.loads(line)["verdict"] in BAD]
     mutations.update_copy(build=False)
+    results.absolute().parent.mkdir(parents=True, exist_ok=True)
     missed = []
     for mutation in (each for each in MUTATIONS if each.name in names):
-        found = results.absolute().with_name(f"{mutation.name}.jsonl")
-        found.parent.mkdir(parents=True, exist_ok=True)
-        found.write_text("".join(f"{line}\n" for line in bad))
-        command = [
-            "-m",
-            "reliability.differential",
-            "--until-bad",
-            "--covering",
-            f"{number}",
-            "--results",
-            f"{found}",
-        ]
-        with mutations.mutated(mutation):
-            subprocess.run([sys.executable, *command], cwd=mutations.COPY, env=mutations._environment(), check=False)
-        ran = [json.loads(line) for line in found.read_text().splitlines()[len(bad) :]]
-        last = ran[-1] if ran and ran[-1]["verdict"] in BAD else None
-        text = f"after {len(ran)} cases, {last['name']}: {last['verdict']}: {last['why']}" if last else "NOT FOUND"
+        found, alone = (results.absolute().with_name(f"{mutation.name}{end}.jsonl") for end in ("", "-without"))
+        found.unlink(missing_ok=True)
+        text = "NOT FOUND"
+        while True:
+            with mutations.mutated(mutation):
+                clean = _in_copy("--until-bad", "--covering", f"{number}", "--results", f"{found}")
+            ran = [json.loads(line) for line in found.read_text().splitlines()]
+            last = ran[-1]
+            if clean or last["verdict"] not in BAD:
+                break
+            alone.unlink(missing_ok=True)
+            if _in_copy("--case", str(Case.of(**last["case"])), "--results", f"{alone}"):
+                text = f"after {len(ran)} cases, {last['name']}: {last['verdict']}: {last['why']}"
+                break
         console.print(f"{mutation.name}: {text}", markup=False, highlight=False)
-        missed += [] if last else [mutation.name]
+        missed += [mutation.name] if text == "NOT FOUND" else []
     return 1 if missed else 0
+
+
+def _in_copy(*arguments: str) -> bool:
+    """Run this command in the copy of the tree; return whether no case was bad."""
+    command = [sys.executable, "-m", "reliability.differential", *arguments]
+    done = subprocess.run(command, cwd=mutations.COPY, env=mutations._environment(), check=False)
+    return done.returncode == 0
 
 
 if __name__ == "__main__":

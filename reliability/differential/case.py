@@ -109,7 +109,9 @@ class Case:
 
     @property
     def precision(self) -> str:
-        """Type whose digits can be compared: transformers computes norms, angles and losses in float32."""
+        """Type whose digits can be compared: transformers has norms, angles and losses in float32, Muon bfloat16."""
+        if self["optimizer"] == "muon":
+            return "bfloat16"
         return self.dtype if self["family"] == "own" else "float32"
 
 
