@@ -163,7 +163,7 @@ class ModelHooks:
     def _refuse_others(self, now: BlockParameters) -> None:
         """Raise UsageError for plain parameters that came since `parallelize`, as those of adapters."""
         pairs = zip(now.names, now.parameters, strict=True)  # of local tensors in their places, too
-        plain = {name for name, each in pairs if isinstance(each, nn.Parameter) and not is_dtensor(each)}
+        plain = {name for name, each in pairs if type(each) is not Tensor and not is_dtensor(each)}
         new = set() if self._plain is None else plain - self._plain
         if new:
             raise UsageError(
