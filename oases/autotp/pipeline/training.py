@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -311,9 +311,11 @@ class PipelineTraining:
         self._number += 1
         if self.mesh.num_stages == 1 or not is_sampled(self._number):
             return
-        copies = []
+        copies: list[tuple[int, str, str, Any]] = []
         for number, name, parameter, group, _ in self._shared:
-            (sums, rounding), *_ = samples_of([local_of(parameter)])  # whose rounding may be that of other matmuls
+            (sums, rounding), *_ = cast(
+                "Any", samples_of([local_of(parameter)])
+            )  # whose rounding may be that of other matmuls
             copies.append((number, group, name, [[sums, [_OF_COPIES * float(each) for each in rounding]]]))
         mine = (self.mesh.replica(self._degree), [tuple(each.shape) for each in given], samples_of(given), copies)
         said = all_gather_objects(mine, self.mesh.run)
