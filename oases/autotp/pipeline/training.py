@@ -304,7 +304,7 @@ class PipelineTraining:
         self._number += 1
         if self.mesh.num_stages == 1 or not is_sampled(self._number):
             return
-        copies = []
+        copies: list[tuple[int, str, str, Any]] = []
         for number, name, parameter, group in self._shared:
             sample, *_ = samples_of([local_of(parameter)])
             if not isinstance(sample, str):  # numbers, whose rounding may be that of other matmuls
