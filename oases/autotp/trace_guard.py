@@ -143,7 +143,7 @@ def _holders(holder: Any, seen: set[int], path: tuple[Any, ...] = ()) -> Iterato
 
 
 def _holders_in(layer: nn.Module) -> Iterator[tuple[int, tuple[Any, ...], Any]]:
-    """What holds attributes of a layer: its submodules, numbered, and the objects that they hold."""
+    """Holders of a layer's attributes: its submodules, numbered, and the objects that they hold."""
     seen = {id(part) for part in layer.modules()}
     for at, part in enumerate(layer.modules()):
         yield from ((at, *found) for found in _holders(part, seen))

@@ -1,4 +1,4 @@
-"""What a trace holds of a layer: values that change are traced again, and errors name the line of the author."""
+"""Traces: values that they read may change, and errors name the line of the author."""
 
 import dataclasses
 import re
