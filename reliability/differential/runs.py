@@ -159,6 +159,8 @@ def is_refusal(error: BaseException) -> bool:
         return False
     if isinstance(error, UsageError):
         return True
+    if error.__cause__ is not None:  # of an error of one rank, which all raise
+        return is_refusal(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     package = Path(record.__file__).parents[2] / "oases"
