@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from oases.core.execution.failure import begin_call, is_sampled
+from oases.core.execution.failure import is_sampled
 from oases.core.execution.group import ProcessGroup, group_name, group_of
 from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.failures import watch_passes
@@ -30,8 +30,7 @@ DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard")
 
 _averaged: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 """Replicas of each module that averages its gradients."""
-_updated: WeakKeyDictionary[torch.optim.Optimizer, list[Replicas]] = WeakKeyDictionary()
-"""Replicas of which an optimizer updates parameters."""
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 _before_steps: Any = None
 
 
@@ -69,9 +68,7 @@ class Replicas(AverageSwitch):
         self._handles: list[Any] = []
         self._task = -1
         self._hooks = DeferredHooks(self._accumulated)
-        self._averages = self._passes = 0
-        self.optimizer_steps = 0
-        """Since the last average."""
+        self._averages = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """Replicas of a copied module; it finds its parameters in its first forward pass."""
@@ -95,7 +92,6 @@ class Replicas(AverageSwitch):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._hooks.take(trained)
         self._hooks.wait = False  # after a backward pass that an exception has ended
-        self._passes += module.training
         known = tuple(
             (id(parameter), parameter.dtype, parameter.grad_dtype, parameter.device) for parameter in trained
         )
@@ -118,20 +114,12 @@ class Replicas(AverageSwitch):
             self._hooks.accumulate()
             return
         self._task = task
-        self._agree()
-        self._hooks.begin()
-        self._average.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-
-    def _agree(self) -> None:
-        """Have the ranks compare what they did since the last average, and at times the parameters' bits."""
-        assert self._average is not None
-        did = ("forward passes", self._passes, "optimizer steps", self.optimizer_steps)
-        begin_call(self._average.group, "what was done since the last backward pass", did, about=did)
-        self._passes = self.optimizer_steps = 0
         self._averages += 1
         if is_sampled(self._averages):
             self._average.require_equal_parameters()
+        self._hooks.begin()
+        self._average.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
         assert self._average is not None
@@ -157,7 +145,7 @@ def average_over(module: nn.Module, group: ProcessGroup | None, wire: str = "") 
         return None
     global _before_steps
     if _before_steps is None:
-        _before_steps = register_optimizer_step_pre_hook(_count_step)
+        _before_steps = register_optimizer_step_pre_hook(_tell_of_others)
     replicas = Replicas(group, wire)
     # Before hooks that put local tensors in the places of parameters.
     module.register_forward_pre_hook(replicas.called, prepend=True)
@@ -192,22 +180,14 @@ def replicas_of(module: nn.Module) -> Replicas | None:
 
 def know_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Do not warn of an optimizer of master weights, which are of no model."""
-    _updated[optimizer] = []
+    _seen.add(optimizer)
 
 
-def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Count a step for the models that it updates."""
-    if optimizer not in _updated:
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        pairs = list(_averaged.items())
-        _updated[optimizer] = [r for module, r in pairs if any(id(each) in held for each in module.parameters())]
-        _tell_of_others(optimizer)
-    for replicas in _updated[optimizer]:
-        replicas.optimizer_steps += 1
-
-
-def _tell_of_others(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of an optimizer that updates parameters of averaging models and others: no wrapper may take both."""
+def _tell_of_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of an optimizer that updates parameters of averaging models and others: no wrapper may take both."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
     held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     averaged = averaged_parameters()
     others = [each for each in held if id(each) not in averaged]
@@ -216,7 +196,7 @@ def _tell_of_others(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} updates {len(others)} parameters, such as one of shape "
             f"{list(others[0].shape)}, besides those of a model that averages its gradients over replicas: theirs "
             "are not averaged, so replicas go apart; parallelize() the module that holds all of them",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from oases.autotp.block import GraphBlock
 from oases.autotp.program import mangled
 from oases.autotp.runner import Runner
-from oases.core.execution.failure import begin_call
 from oases.core.execution.gathering import BlockUnit
 from oases.core.execution.group import group_of, group_size
 from oases.distributed.expert_groups import ExpertGroups, groups_of_experts
@@ -198,7 +197,6 @@ class CallsOfShards(AverageSwitch):
     ) -> None:
         self._average, self._outer, self._units = average, outer, units
         self._hooks = DeferredHooks(lambda _: None)
-        self._passes = 0  # since the last backward pass
         self._task = -1
         self._trained: set[str] | None = None
         self._trains = False
@@ -209,10 +207,6 @@ class CallsOfShards(AverageSwitch):
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self.steps:
             return
-        # Before weights are gathered: a rank that left out a backward pass would wait for others' gradients.
-        did = ("forward passes", self._passes, "gradients", torch.is_grad_enabled())
-        begin_call(self._units[0].group, "a forward pass of sharded weights", did, about=did)
-        self._passes += torch.is_grad_enabled()
         self._require_trained(module)
         self._hooks.take(self._average.scalars)
         if self._task != -1:  # of a backward pass that an exception has ended
@@ -247,8 +241,6 @@ class CallsOfShards(AverageSwitch):
         if task == self._task:
             return
         self._task = task
-        begin_call(self._units[0].group, "a backward pass of sharded weights", ("backward passes", 1))
-        self._passes = 0
         if self._outer is not None:
             self._outer.gather()
         self._average.begin_pass(None)
