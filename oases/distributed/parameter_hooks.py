@@ -1,4 +1,4 @@
-"""Hooks of parameters, put off until the gradients are those of the whole step.
+"""Hooks of parameters, deferred until the gradients are those of the whole step.
 
 In one process a hook that changes a gradient, or steps an optimizer with it, sees that of the whole batch. Autograd
 would call it before gradients are averaged, or for each micro-batch, and replicas would go apart. Of passes in
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _PutOff:
+class _Deferred:
     """Hook of a parameter that is not called while others wait."""
 
     def __init__(self, others: DeferredHooks, hook: Callable[[Tensor], Any]) -> None:
@@ -34,14 +34,14 @@ class DeferredHooks:
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put off the hooks that parameters have now, each in its place, from which its handle still removes it."""
+        """Defer the hooks that parameters have now, each in its place, from which its handle still removes it."""
         for parameter in parameters:
             for held in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 hooks: dict[int, Any] = held or {}
                 for number, hook in hooks.items():
                     owner = getattr(hook, "func", hook)  # of a partial
                     if not str(getattr(owner, "__module__", "")).startswith("oases."):
-                        hooks[number] = _PutOff(self, hook)
+                        hooks[number] = _Deferred(self, hook)
                         if parameter not in self._taken:  # of hooks after the sum, too, it is to be told before
                             self._taken[parameter] = parameter.register_hook(self._arrive)
 

@@ -1,4 +1,4 @@
-"""What loops of users do with parameters of a parallelized model, beside the same loop in one process."""
+"""Loops of users over the parameters of a parallelized model, beside the same loop in one process."""
 
 import copy
 

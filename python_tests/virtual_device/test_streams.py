@@ -57,7 +57,7 @@ def reads_early():
 
 
 def test_the_first_launch_of_an_operator_waits_for_a_posted_receive(two_virtual):
-    """As with CUDA's lazy loading: a rank whose peer waits for what it launches later would stop for ever."""
+    """CUDA's lazy loading: a rank whose peer waits for a kernel that it launches later would stop for ever."""
     assert two_virtual.run(launches_beside_a_receive)[0] == [True, False]
 
 

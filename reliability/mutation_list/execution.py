@@ -77,8 +77,8 @@ EXECUTION = (
     Mutation(
         "replicated_gradient_halved",
         "oases/core/blocks/call.py",
-        "        return share + whole\n",
-        "        return share + whole / 2\n",
+        "else share + whole for share, whole in parts]",
+        "else share + whole / 2 for share, whole in parts]",
         (
             "core/blocks/test_stack.py::test_group_of_one",
             "core/blocks/test_execution.py::test_gradients_that_share_memory_stay_apart",
@@ -239,16 +239,16 @@ EXECUTION = (
     Mutation(
         "fsdp_bucket_halved",
         "oases/distributed/sharded_gradients.py",
-        "total.div_(self.unit.group.size()).split",
-        "total.div_(2 * self.unit.group.size()).split",
+        ".div_(self.unit.group.size()).split",
+        ".div_(2 * self.unit.group.size()).split",
         ("distributed/test_fsdp.py",),
         "Gradients of FSDP are half of the average.",
     ),
     Mutation(
         "averaging_divides_by_wrong_number",
         "oases/distributed/gradient_averaging.py",
-        "            parts = flat.div_(size).split(",
-        "            parts = flat.div_(len(self.buckets)).split(",
+        "bucket.put(flat.div_(self._scheduler.size), ",
+        "bucket.put(flat.div_(len(self.buckets)), ",
         ("distributed/test_gradient_averaging.py",),
         "Averaged gradients are divided by the number of buckets.",
     ),

@@ -48,8 +48,8 @@ TRAINING = (
     Mutation(
         "master_weights_rounded_each_step",
         "oases/distributed/optimizer.py",
-        "            master.grad = None\n        self.copy_masters_to_model()\n",
-        "            master.grad = None\n        self.copy_masters_to_model()\n"
+        "            master.grad = None\n        self._show()\n",
+        "            master.grad = None\n        self._show()\n"
         "        for parameter, master in masters:\n            master.copy_(parameter)\n",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights are rounded after every step.",
