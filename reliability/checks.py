@@ -59,7 +59,7 @@ def run(name: str, way: str) -> Row:
         found = [f"{each.kind} {each.name}: {each.factor}".strip(": ") for each in report.findings]
         row: Row = {"verdict": "equal" if report.equal else "differs", "found": found}
     except UsageError as error:
-        row = {"verdict": "refused", "found": [str(error)]}
+        row = {"verdict": "refused", "found": [str(error).strip().splitlines()[-1]]}  # of a traceback the error
     return {"model": name, "way": way, "seconds": round(time.monotonic() - began, 1), **row}
 
 
