@@ -340,10 +340,12 @@ def _view(op: Any, args: Any, kwargs: Any) -> Any:
     if one and any(each.is_shard(args[1] % args[0].dim()) for each in args[0].placements):
         return run_whole(op, args, kwargs)  # without torch's gather: one rank may set what is its own
     result = _as_torch(op, args, kwargs)
-    found = [result] if isinstance(result, Tensor) else result
+    if tracked or not is_tensor_parallel(args[0]) or type(local_of(args[0])) not in (Tensor, nn.Parameter):
+        return result
     memory = local_of(args[0]).untyped_storage().data_ptr()
-    shares = tracked or all(local_of(each).untyped_storage().data_ptr() == memory for each in found)
-    return result if shares or not is_tensor_parallel(args[0]) else run_whole(op, args, kwargs)
+    found = [result] if isinstance(result, Tensor) else result
+    shares = all(local_of(each).untyped_storage().data_ptr() == memory for each in found)
+    return result if shares else run_whole(op, args, kwargs)
 
 
 def _as_torch(op: Any, args: Any, kwargs: Any) -> Any:

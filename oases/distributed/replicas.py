@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from oases.core.execution.failure import is_sampled
+from oases.core.execution.failure import FailTogether, is_sampled, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of
 from oases.distributed.expert_groups import averaged_parts
 from oases.distributed.failures import watch_passes
@@ -124,7 +124,8 @@ class Replicas(AverageSwitch):
     def _finish(self) -> None:
         assert self._average is not None
         self._average.finish()
-        self._hooks.end()
+        with FailTogether(monitor_of(self._average.group), "an exception in a hook of a gradient", keeps_type=True):
+            self._hooks.end()
 
 
 def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:

@@ -160,7 +160,7 @@ def off_while_merged():
 @pytest.mark.long
 def test_a_state_that_a_graph_cannot_follow(two_ranks):
     for text in two_ranks.run(off_while_merged):
-        assert re.search(r"another _disable_adapters, merged_adapters than at .*unmerge_adapter\(\)", text), text
+        assert re.search(r"another .*_disable_adapters,.* merged_adapters.* than at .*unmerge_", text), text
 
 
 def dropped(alone):

@@ -401,9 +401,6 @@ def placed(pipeline):
     shared.data *= 1 + stage
     texts["copies"] = said(lambda: model.train_step(*given))
     shared.data /= 1 + stage
-    shared.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    texts["hooks"] = said(lambda: model.train_step(*given))
-    texts["again"] = said(lambda: model.train_step(*given))
     return len(calls), texts
 
 
@@ -412,10 +409,8 @@ def test_hooks_and_copies_are_those_of_one_process(two_ranks, pipeline):
     (first, texts), (last, others) = two_ranks.run(placed, pipeline)
     assert (first, last) == (8, 0)  # where the table is, once for each micro-batch
     for said_there in (texts, others):
-        assert "train_step() under no_grad or inference_mode has no gradients" in said_there["no gradients"]
+        assert "train_step() in no_grad() or inference_mode() trains nothing" in said_there["no gradients"]
         assert "table.weight on rank 0 and head.weight on rank 1 are copies of one weight" in said_there["copies"]
-        assert "got hooks, which would see a part of its gradient" in said_there["hooks"]
-        assert "got hooks, which would see a part of its gradient" in said_there["again"]
 
 
 def frozen_shards(option):

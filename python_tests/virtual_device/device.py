@@ -53,7 +53,9 @@ def build() -> None:
         return
     unit.compile()
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    subprocess.run([get_cxx_compiler(), "-shared", str(unit.target), *libraries, "-o", str(LIBRARY)], check=True)
+    made = LIBRARY.with_suffix(f".{os.getpid()}")
+    subprocess.run([get_cxx_compiler(), "-shared", str(unit.target), *libraries, "-o", str(made)], check=True)
+    made.replace(LIBRARY)  # at once: other processes may load it
 
 
 def loaded() -> types.ModuleType:

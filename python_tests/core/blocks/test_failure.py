@@ -121,7 +121,7 @@ def is_made(row):
 def check_messages(results, victim, ops):
     for text, rank in results:
         assert rank == victim
-        assert text.startswith(f"rank {victim} ran out of memory at "), text
+        assert f"in act: rank {victim} ran out of memory at " in text, text
         assert any(f"at {op}" in text for op in ops), text
         assert "line " in text
         assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.;" in text
