@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.core.dtypes import QUANTISED_BLOCK
 from oases.core.execution.failure import FailTogether, monitor_of
 from oases.core.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-from oases.distributed.collectives import agreed_group
+from oases.distributed.collectives import agreed_group, all_reduce
 from oases.distributed.dtensors import part_of_rank
 from oases.errors import UsageError
 from oases.plans.plan import BUCKET_BYTES
@@ -204,7 +203,7 @@ class GradientAverager:
             bits = [part.view(_INTEGERS.get(part.element_size(), torch.int64)) for part in parts]
             sums = torch.stack([each.sum(dtype=torch.int64) for each in bits])
             sums = torch.cat([sums, -sums])
-            dist.all_reduce(sums, dist.ReduceOp.MAX, lane.group)
+            all_reduce(sums, lane.group, "bits of parameters", largest=True)
             apart = (sums[: len(held)] != -sums[len(held) :]).nonzero().flatten().tolist()
             if apart:
                 raise UsageError(
