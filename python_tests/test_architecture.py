@@ -53,7 +53,7 @@ APART = (("svm", "oases_svm"), ("oases_staged",))
 """Import nothing of oases but each other, of their group."""
 
 LINES = {
-    "cpp_tests": 3_743,
+    "cpp_tests": 3_765,
     "csrc": 7_599,
     "csrc/staged": 4_819,
     "csrc/svm": 624,
