@@ -68,9 +68,9 @@ def page(rows: Sequence[Row]) -> Iterable[str]:
     yield from (
         "# What `oases check` finds",
         "",
-        f"{len(ALL)} small models of transformers with random weights, each trained for two steps in one process and",
-        "on two ranks: over tensor-parallel ranks by oases and by the plan that a model carries (`tp_plan`), over",
-        "data-parallel ones by FSDP2 and DDP. `python -m reliability.checks --page FILE` writes this page.",
+        f"{len(ALL)} small models, each trained for two steps in one process and on two ranks: tensor-parallel by",
+        "`oases` and `tp_plan` (a model's own), data-parallel by `fsdp2` and `ddp`, as far as they stand below.",
+        "`python -m reliability.checks --page FILE` writes this page.",
         "",
         "| way | equal | differs | refused | seconds a check, median |",
         "|---|---|---|---|---|",
